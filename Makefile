@@ -1,0 +1,29 @@
+# Everything starts here. `make demo` and `make test` set up what they need first; a second run starts at once.
+#   PYTHON=/path/to/python3  the interpreter to build .venv with (default: the first of 3.11, 3.12, 3.13 found)
+#   PYTEST_ARGS="-k wire"    what pytest runs
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+BIN := .venv/bin
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## build .venv with everything the demo and the tests need
+	@.ci/setup
+
+demo: setup  ## run the demo on this machine's CPU
+	@$(BIN)/kvcomm demo $(DEMO_ARGS)
+
+lint: setup  ## style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## style, types, layers, then every test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+clean:  ## remove .venv and caches of tools
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -1,0 +1,101 @@
+"""The ``kvcomm`` command. Each subcommand imports what it needs only when it runs, so ``--help`` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from kvcomm_integrations import __version__
+from kvcomm_integrations.errors import KVCommError
+
+EXIT_ERROR = 2
+"""Exit status for an error of ours, as for wrong usage."""
+EXIT_INTERRUPTED = 130
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvcomm`` with ``argv`` (default: the process's own) and return the exit status."""
+    args = _parser().parse_args(argv)
+    command: Command = args.command
+    try:
+        return command(args)
+    except KVCommError as err:
+        print(f"kvcomm: {err}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("kvcomm: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvcomm", description="Agents that share one local model stop paying for the same text twice."
+    )
+    parser.add_argument("--version", action="version", version=f"kvcomm {__version__}")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(subcommands)
+    _add_model(subcommands)
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+# --- kvcomm demo -----------------------------------------------------------------------------------------------------
+
+
+def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "demo", help="several agents answer questions, with and without reuse, side by side"
+    )
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument(
+        "--questions", type=Path, metavar="FILE", help='your own questions, one {"question": ...} a line'
+    )
+    parser.add_argument("--agents", type=_at_least_one, default=4, metavar="N", help="agents (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=_at_least_one, default=None, metavar="N", help="questions asked one after another"
+    )
+    parser.add_argument("--max-tokens", type=_at_least_one, default=None, metavar="N", help="longest answer, tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement to FILE")
+    parser.add_argument("--seed", type=int, default=0, help="for questions and sampling (default: %(default)s)")
+    parser.set_defaults(command=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    run_demo: Command = import_module("kvcomm_integrations.demo").run_demo
+    return run_demo(args) or 0
+
+
+# --- kvcomm model ----------------------------------------------------------------------------------------------------
+
+
+def _add_model(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser("model", help="print the folder of the demo model, preparing it if need be")
+    parser.add_argument("--tiny", action="store_true", help="the tiny random model that tests use, instead")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where models are kept (default: $KVCOMM_CACHE)")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    parser.set_defaults(command=_model)
+
+
+def _model(args: argparse.Namespace) -> int:
+    from kvcomm_integrations.demo_model import DemoModelError, ensure_demo_model, ensure_tiny_model, is_complete
+
+    folder = (ensure_tiny_model if args.tiny else ensure_demo_model)(args.cache, progress=sys.stderr.isatty())
+    if args.verify and not is_complete(folder, deep=True):
+        raise DemoModelError(f"{folder} is damaged: delete it and run this command again")
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

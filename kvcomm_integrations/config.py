@@ -1,0 +1,100 @@
+"""All settings in one place, with defaults that are right. Imports neither torch, vLLM nor a framework."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Isolation(StrEnum):
+    """Who may load a content: requests of the same session, of the same tenant, or everyone.
+
+    ``global`` lets one tenant find out by timing what another has sent (CVE-2025-46570 is that kind of leak).
+    """
+
+    SESSION = "session"
+    TENANT = "tenant"
+    GLOBAL = "global"
+
+
+class Tokenization(StrEnum):
+    """``segmented``: contents are tokenised apart, so their ids are the same in every prompt.
+    ``canonical``: the model's ordinary tokenisation of the whole prompt; reuse only where ids agree."""
+
+    SEGMENTED = "segmented"
+    CANONICAL = "canonical"
+
+
+class ReuseConfig(BaseModel):
+    """How KV is reused. Travels to the engine as ``kv_connector_extra_config``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = True
+    """Off: the connector harvests, loads and learns nothing; the engine equals plain vLLM."""
+    policy: str = "ridge"
+    """Correction policy: ``ridge``, ``kvcomm``, ``kvcmas``, ``aligned``, ``full_share`` or ``cacheblend``."""
+    isolation: Isolation = Isolation.SESSION
+    """Who may load a content."""
+    min_segment_tokens: int = Field(default=8, ge=1)
+    """Shorter placeholders are computed, tokens."""
+    store_bytes: int = Field(default=2 << 30, ge=0)
+    """Budget for references on one worker, bytes; the least useful are evicted."""
+    state_bytes: int = Field(default=1 << 30, ge=0)
+    """Budget for learned corrections on one worker, bytes."""
+    repair: bool = True
+    """Run the repair pass. Off: plans stop at the first token that cannot be loaded."""
+    repair_depth: int = Field(default=32, ge=0)
+    """First tokens of each loaded placeholder that are repaired on an edge without examples (at most half of it)."""
+    mature_examples: int = Field(default=8, ge=1)
+    """Examples after which an edge repairs only ``mature_depth`` tokens."""
+    mature_depth: int = Field(default=8, ge=0)
+    """Least number of first tokens repaired on a mature edge (or an eighth of ``repair_depth``'s reach, if more)."""
+    max_repair_share: float = Field(default=0.6, ge=0, le=1)
+    """Repaired share of the prompt's not yet exact tokens above which the request runs densely."""
+    max_repair_tokens: int = Field(default=4096, ge=0)
+    """Tokens one step's repair pass may hold; requests beyond it wait for the next step or run densely."""
+    strict: bool = False
+    """Wait for ``min_examples`` dense observations before the first load on an edge."""
+    min_examples: int = Field(default=4, ge=1)
+    """Dense observations an edge needs under ``strict``."""
+    audit_rate: float = Field(default=0.02, ge=0, le=1)
+    """Share of reusable requests that run dense as audits."""
+    max_divergence: float = Field(default=0.5, gt=0)
+    """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
+    policy_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the policy's dataclass (rank, window, gamma, ...)."""
+
+
+class EngineConfig(BaseModel):
+    """What identifies an engine. Two chat models with equal configurations share one engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    """Folder with weights and tokenizer, or a hub id."""
+    base_url: str | None = None
+    """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
+    dtype: str = "auto"
+    """Weights and cache type; ``auto`` is float32 on a CPU and the model's own type elsewhere."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Longest prompt plus answer, tokens; ``None``: the model's own."""
+    block_size: int | None = None
+    """Paged-cache block, tokens; ``None``: vLLM's choice (128 on the CPU)."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Paged cache, bytes; ``None``: 2 GiB on the CPU, vLLM's choice elsewhere."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    enforce_eager: bool = True
+    """Skip torch.compile: faster start, same results. Ignored (CUDA graphs are used) when set False."""
+    seed: int = 0
+    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
+    tokenization: Tokenization = Tokenization.SEGMENTED
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More ``AsyncEngineArgs`` fields, passed through."""
+
+    def key(self) -> str:
+        """A string equal for equal configurations, used to share engines."""
+        return self.model_dump_json()

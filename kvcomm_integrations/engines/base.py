@@ -1,0 +1,121 @@
+"""The one interface every engine implements. Knows segmented prompts and reports; no messages, no tensors, no vLLM."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import KVCommParams, RequestReport
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn. ``None`` means the engine's default; greedy is ``temperature=0``."""
+
+    max_tokens: int | None = None
+    """``None``: until the context is full."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    """Top log-probabilities per generated token."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    structured_output: dict[str, Any] | None = None
+    """One of vLLM's structured-output forms: ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``,
+    ``{"grammar": ...}``, ``{"json_object": True}`` or ``{"structural_tag": ...}``."""
+    skip_special_tokens: bool = True
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    """Merged into vLLM's ``SamplingParams.extra_args`` (``kv_transfer_params`` is ours)."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to continue."""
+
+    prompt: SegmentedPrompt
+    params: KVCommParams
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    request_id: str | None = None
+    """``None``: the engine makes one up."""
+    cache_salt: str | None = None
+    """Separates the exact prefix cache of tenants."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one generated position."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a growing answer. The last one has ``finish_reason`` set and carries usage and report."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``."""
+    stop_reason: int | str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that vLLM did not compute itself (exact, loaded and repaired)."""
+    ttft_ms: float | None = None
+    """Milliseconds from hand-over to the first token; on the last delta."""
+    report: RequestReport | None = None
+
+
+class Engine(ABC):
+    """Runs one model. Every method may be called from any thread and any event loop."""
+
+    config: EngineConfig
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer and chat template. Starts nothing but may read files."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, tokens. May start the engine."""
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Stream an answer. Starts the engine on first use. Closing the iterator or cancelling the task aborts.
+
+        Raises:
+            ContextOverflowError: the prompt does not fit.
+            EngineError: the engine could not start, died, or refused the request.
+        """
+
+    @abstractmethod
+    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
+        """``generate`` for callers without an event loop. Closing the iterator aborts."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Shut the engine down, waiting until its processes are gone. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """``aclose`` for callers without an event loop."""

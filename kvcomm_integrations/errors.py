@@ -1,0 +1,35 @@
+"""Errors a user can meet. Every message names the offending value and a remedy. Imports nothing of ours."""
+
+from __future__ import annotations
+
+
+class KVCommError(Exception):
+    """Base class of every error raised on purpose by this package."""
+
+
+class ConfigurationError(KVCommError, ValueError):
+    """A setting has a value that cannot work; the message names it and says what to use instead."""
+
+
+class MissingDependencyError(KVCommError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+class UnsupportedModelError(KVCommError):
+    """The model or its cache layout cannot be reused (MLA, sliding window, unknown layout, unknown RoPE)."""
+
+
+class ContextOverflowError(KVCommError, ValueError):
+    """The prompt does not fit into the model's context; the message names tokens and limit."""
+
+
+class EngineError(KVCommError, RuntimeError):
+    """The engine could not be started, died, or refused a request."""
+
+
+class EngineClosedError(EngineError):
+    """A call reached an engine that has been closed."""
+
+
+class WireError(KVCommError, ValueError):
+    """``kv_transfer_params["kvcomm"]`` is not valid; such a request is served densely or refused."""

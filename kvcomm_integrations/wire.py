@@ -1,0 +1,172 @@
+"""What crosses the border between a client and the engine: request parameters going in, a report coming out.
+
+Knows nothing of messages, tensors or vLLM. ``KVCommParams`` travels in ``kv_transfer_params["kvcomm"]`` and
+``RequestReport`` comes back under the same key, in process and over HTTP alike.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvcomm_integrations.errors import WireError
+
+WIRE_KEY = "kvcomm"
+WIRE_VERSION = 1
+MAX_SEGMENTS = 4096
+MAX_NAME = 256
+
+
+class SegmentKind(StrEnum):
+    """What a segment is: template text, or shared content with a name."""
+
+    FIXED = "fixed"
+    PLACEHOLDER = "placeholder"
+
+
+class Mode(StrEnum):
+    """How a request wants to be treated.
+
+    ``auto``: reuse where the gate allows it. ``dense``: never load, never learn, never harvest. ``observe``: compute
+    densely, but harvest and learn from it.
+    """
+
+    AUTO = "auto"
+    DENSE = "dense"
+    OBSERVE = "observe"
+
+
+class Segment(BaseModel):
+    """A contiguous token span ``[start, end)`` of a prompt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: SegmentKind
+    name: str = Field(default="", max_length=MAX_NAME)
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Segment:
+        if self.end <= self.start:
+            raise ValueError(f"segment {self.name!r} is empty or reversed: [{self.start}, {self.end})")
+        if self.kind is SegmentKind.PLACEHOLDER and not self.name:
+            raise ValueError(f"placeholder segment [{self.start}, {self.end}) has no name")
+        return self
+
+
+class KVCommParams(BaseModel):
+    """Everything the engine needs to know about one request, apart from its token ids.
+
+    Segments are ordered, do not overlap and may leave gaps (a gap is a fixed segment without a name).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = WIRE_VERSION
+    agent: str = Field(default="default", max_length=MAX_NAME)
+    session: str = Field(default="default", max_length=MAX_NAME)
+    tenant: str = Field(default="default", max_length=MAX_NAME)
+    segments: tuple[Segment, ...] = Field(default=(), max_length=MAX_SEGMENTS)
+    response_name: str | None = Field(default=None, max_length=MAX_NAME)
+    mode: Mode = Mode.AUTO
+    policy: str | None = Field(default=None, max_length=64)
+
+    @model_validator(mode="after")
+    def _check(self) -> KVCommParams:
+        if self.version != WIRE_VERSION:
+            raise ValueError(f"wire version {self.version} is not supported; this build speaks version {WIRE_VERSION}")
+        end = 0
+        for seg in self.segments:
+            if seg.start < end:
+                raise ValueError(f"segment {seg.name!r} [{seg.start}, {seg.end}) overlaps the one before it (ends {end})")
+            end = seg.end
+        return self
+
+    def to_transfer_params(self) -> dict[str, Any]:
+        """The dict to put into vLLM's ``kv_transfer_params``."""
+        return {WIRE_KEY: self.model_dump(mode="json", exclude_defaults=True)}
+
+    @classmethod
+    def from_transfer_params(cls, params: dict[str, Any] | None, num_prompt_tokens: int) -> KVCommParams | None:
+        """Read and check the parameters of a request; ``None`` if the request carries none.
+
+        Raises:
+            WireError: wrong types, unknown version, segments out of range, overlapping or too many.
+        """
+        if not params or WIRE_KEY not in params:
+            return None
+        raw = params[WIRE_KEY]
+        if not isinstance(raw, dict):
+            raise WireError(f"kv_transfer_params[{WIRE_KEY!r}] must be an object, got {type(raw).__name__}")
+        segments = raw.get("segments", ())
+        if isinstance(segments, (list, tuple)) and len(segments) > MAX_SEGMENTS:
+            raise WireError(f"{len(segments)} segments are more than the {MAX_SEGMENTS} allowed")
+        try:
+            parsed = cls.model_validate(raw)
+        except ValidationError as err:
+            first = err.errors(include_input=False, include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "request"
+            raise WireError(f"kv_transfer_params[{WIRE_KEY!r}] is not valid at {where}: {first['msg']}") from err
+        if parsed.segments and parsed.segments[-1].end > num_prompt_tokens:
+            last = parsed.segments[-1]
+            raise WireError(f"segment {last.name!r} ends at {last.end}, beyond the prompt's {num_prompt_tokens} tokens")
+        return parsed
+
+
+class SegmentReport(BaseModel):
+    """What happened to one segment. Token counts add up to ``end - start``.
+
+    ``exact`` came from the prefix cache, ``loaded`` from a reference plus correction, ``repaired`` from the repair
+    pass, ``computed`` from vLLM's own forward.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: SegmentKind
+    name: str = ""
+    start: int
+    end: int
+    exact: int = 0
+    loaded: int = 0
+    repaired: int = 0
+    computed: int = 0
+    source: str = ""
+    """Agent whose cache the reference was taken from; empty if nothing was loaded."""
+    confidence: float | None = None
+    """1 - leverage of the content on its edge, clipped to [0, 1]; ``None`` where nothing was loaded."""
+    examples: int = 0
+    """Dense observations the edge had learned from when the plan was made."""
+    reason: str = ""
+    """Why the segment was loaded as it was, or why not."""
+
+
+class RequestReport(BaseModel):
+    """What happened to one request's prompt. ``mode`` is what was done, not what was asked for."""
+
+    model_config = ConfigDict(frozen=True)
+
+    agent: str = "default"
+    session: str = "default"
+    mode: Mode = Mode.AUTO
+    policy: str = ""
+    prompt_tokens: int = 0
+    exact: int = 0
+    loaded: int = 0
+    repaired: int = 0
+    computed: int = 0
+    plan_ms: float = 0.0
+    load_ms: float = 0.0
+    repair_ms: float = 0.0
+    reason: str = ""
+    """Why the request as a whole ran densely; empty if it did not."""
+    segments: tuple[SegmentReport, ...] = ()
+
+    @classmethod
+    def from_transfer_params(cls, params: dict[str, Any] | None) -> RequestReport | None:
+        """The report in a final output's ``kv_transfer_params``, or ``None`` if the engine sent none."""
+        if not params or not isinstance(params.get(WIRE_KEY), dict):
+            return None
+        return cls.model_validate(params[WIRE_KEY])
