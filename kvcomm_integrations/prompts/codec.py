@@ -1,0 +1,234 @@
+"""Text to token ids and back, the raw way. Knows tokenizers; no templates, no messages, no caches.
+
+Three ways to encode are kept apart because they answer different questions:
+
+* ``whole``: as the model's tokenizer encodes a rendered prompt (control tokens are recognised, BOS is never added).
+* ``plain``: text from outside, which can never become a control token, encoded as in the middle of a prompt: without
+  the space that SentencePiece-like tokenizers put before a text.
+* ``plain`` with ``prefix=True``: the same, with that space.
+
+Each has its own private copy of the Rust tokenizer, because the switch between them is state on the tokenizer and
+changing it while another thread encodes is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Ids = tuple[int, ...]
+Offsets = tuple[tuple[int, int], ...]
+
+_CONTROL_SHAPE = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ControlToken:
+    """A token that steers the model: special, or written like ``<|...|>``."""
+
+    text: str
+    id: int
+    lstrip: bool = False
+    """The tokenizer swallows the whitespace before it."""
+    rstrip: bool = False
+    """The tokenizer swallows the whitespace after it."""
+
+
+class Codec(ABC):
+    """Encodes and decodes for one tokenizer. Safe to use from several threads."""
+
+    control: Mapping[str, ControlToken]
+    """Every control token by its text."""
+    adds_prefix: bool
+    """Whether ``whole`` puts a space before a text that does not start with a control token."""
+
+    @abstractmethod
+    def whole(self, text: str) -> Ids:
+        """Ids as the model's tokenizer gives them, without BOS or EOS of its own."""
+
+    @abstractmethod
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
+        """As ``whole``, with each token's character span; ``None`` if this tokenizer cannot tell."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """Text for display, as the model's tokenizer decodes it."""
+
+    @abstractmethod
+    def decode_exact(self, ids: Sequence[int]) -> str:
+        """Text of a piece from the middle of a prompt: a leading space is kept, control tokens are shown."""
+
+    @abstractmethod
+    def _plain(self, text: str, prefix: bool) -> Ids: ...
+
+    def plain(self, text: str, *, prefix: bool = False) -> Ids:
+        """Ids of untrusted text; contains no control token whatever the text says."""
+        ids = self._plain(text, prefix)
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        # Some models look whole words up in the vocabulary, control tokens included: break those words.
+        out: list[int] = []
+        at = 0
+        for found in self.control_pattern.finditer(text):
+            out += self._plain(text[at : found.start() + 1], prefix and at == 0)
+            at = found.start() + 1
+        out += self._plain(text[at:], prefix and at == 0)
+        return tuple(i for i in out if i not in self.control_ids)
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of all control tokens."""
+        return frozenset(token.id for token in self.control.values())
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Finds control tokens in text, longest first as tokenizers do; matches nothing if there are none."""
+        words = sorted(self.control, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, words)) if words else r"(?!)")
+
+
+class FastCodec(Codec):
+    """Codec over the Rust tokenizer that Hugging Face calls *fast*."""
+
+    def __init__(self, spec: str, unk: str | None = None) -> None:
+        """Args:
+        spec: the tokenizer as JSON (``tokenizer.json``).
+        unk: text of the unknown token. It may stand for any character, so it is not counted as control.
+        """
+        data = json.loads(spec)
+        self.control = _controls(data["added_tokens"], unk if _can_yield_unk(data["model"]) else None)
+        for token in data["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self.control
+        ordinary = _with_full_offsets(data)
+        bare = _without_prefix(ordinary)
+        self.adds_prefix = bare != ordinary
+        self._whole = _load(ordinary, split=False)
+        self._bare = _load(bare, split=True)
+        self._prefixed = _load(ordinary, split=True) if self.adds_prefix else self._bare
+        self._display = _load(data, split=False) if self.adds_prefix else self._whole
+
+    def whole(self, text: str) -> Ids:
+        return tuple(self._whole.encode(text, add_special_tokens=False).ids)
+
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
+        done = self._whole.encode(text, add_special_tokens=False)
+        return tuple(done.ids), tuple(done.offsets)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        text: str = self._display.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def decode_exact(self, ids: Sequence[int]) -> str:
+        text: str = self._bare.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _plain(self, text: str, prefix: bool) -> Ids:
+        backend = self._prefixed if prefix else self._bare
+        return tuple(backend.encode(text, add_special_tokens=False).ids)
+
+
+class SlowCodec(Codec):
+    """Codec over a tokenizer written in Python: no offsets, and no knowledge of its prefix space."""
+
+    adds_prefix = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = [
+            {"content": t.content, "id": i, "special": t.special, "lstrip": t.lstrip, "rstrip": t.rstrip}
+            for i, t in tokenizer.added_tokens_decoder.items()
+        ]
+        self.control = _controls(added, tokenizer.unk_token)
+
+    def whole(self, text: str) -> Ids:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
+        return None
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def decode_exact(self, ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        )
+
+    def _plain(self, text: str, prefix: bool) -> Ids:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+def _controls(added: Iterable[Mapping[str, Any]], unk: str | None) -> dict[str, ControlToken]:
+    """Control tokens among a tokenizer's added tokens (``content``, ``id``, ``special``, ``lstrip``, ``rstrip``)."""
+    return {
+        t["content"]: ControlToken(t["content"], t["id"], t["lstrip"], t["rstrip"])
+        for t in added
+        if t["content"] and t["content"] != unk and (t["special"] or _CONTROL_SHAPE.fullmatch(t["content"]))
+    }
+
+
+def _can_yield_unk(model: Mapping[str, Any]) -> bool:
+    return model.get("unk_token") is not None or model.get("unk_id") is not None
+
+
+def _load(data: Mapping[str, Any], *, split: bool) -> Any:
+    """A Rust tokenizer that never truncates or pads; with ``split`` it takes special tokens for ordinary text."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(json.dumps(data))
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = split
+    return backend
+
+
+def _with_full_offsets(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tokenizer, whose offsets include a token's leading space."""
+
+    def change(step: dict[str, Any]) -> dict[str, Any] | None:
+        return {**step, "trim_offsets": False} if step["type"] == "ByteLevel" else step
+
+    return {
+        **data,
+        "pre_tokenizer": _rewrite(data.get("pre_tokenizer"), change),
+        "post_processor": _rewrite(data.get("post_processor"), change),
+    }
+
+
+def _without_prefix(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tokenizer, which neither puts a space before a text nor takes one away when it decodes."""
+
+    def change(step: dict[str, Any]) -> dict[str, Any] | None:
+        if step["type"] in ("Prepend", "Strip"):
+            return None
+        if step["type"] == "Metaspace":
+            return {**step, "prepend_scheme": "never"}
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
+            return {**step, "add_prefix_space": False}
+        return step
+
+    def only(part: str, kinds: tuple[str, ...]) -> Any:
+        return _rewrite(data.get(part), lambda step: change(step) if step["type"] in kinds else step)
+
+    return {
+        **data,
+        "normalizer": only("normalizer", ("Prepend",)),
+        "pre_tokenizer": only("pre_tokenizer", ("Metaspace", "ByteLevel")),
+        "decoder": only("decoder", ("Metaspace", "Strip")),
+    }
+
+
+def _rewrite(step: Any, change: Any) -> Any:
+    """Apply ``change`` to one tokenizer step or to each of a sequence; steps it answers ``None`` for are dropped."""
+    if step is None:
+        return None
+    if step["type"] != "Sequence":
+        return change(step)
+    key = next(k for k, v in step.items() if isinstance(v, list))
+    kept = [new for new in (_rewrite(inner, change) for inner in step[key]) if new is not None]
+    return {**step, key: kept} if kept else None

@@ -1,0 +1,118 @@
+"""Decides which parts of a message are shared contents, and makes new ones known. Knows messages and contents only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from kvcomm_integrations.prompts.content import Content, Origin
+from kvcomm_integrations.prompts.contents import ContentRegistry
+from kvcomm_integrations.prompts.matching import (
+    MIN_PART_CHARACTERS,
+    MIN_TOKENS,
+    Match,
+    gaps,
+    longest_first,
+    occurrences,
+)
+from kvcomm_integrations.prompts.messages import SYSTEM_ROLES, ChatMessage, shared_name
+
+Layout = Sequence[tuple[int, int, Content]]
+"""``(start, end, content)``, characters of a message's content, in order."""
+
+_PART = ":part"
+
+
+class LayoutFinder:
+    """Divides messages into shared contents and the rest, the same way each time a session sees the same message."""
+
+    def __init__(self, registry: ContentRegistry, count: Callable[[str], int], min_tokens: int) -> None:
+        """Args:
+        registry: contents known so far.
+        count: number of tokens of a text.
+        min_tokens: shortest content that the caller named and that is searched for inside texts, tokens.
+        """
+        self._registry = registry
+        self._count = count
+        self._min_tokens = min_tokens
+
+    def find(
+        self,
+        message: ChatMessage,
+        session: str,
+        agent: str,
+        tool_names: Mapping[str, str],
+        explicit: Sequence[Content] = (),
+    ) -> Layout:
+        """Where contents stand in a message.
+
+        Args:
+            message: any message.
+            session: whose contents are looked for, and who gets to know new ones.
+            agent: whose prompt it stands in.
+            tool_names: tool-call id to tool name.
+            explicit: contents the caller named: looked for before all others.
+        """
+        start, end = message.core()
+        if start == end:
+            return ()
+        name = None if message.role in SYSTEM_ROLES else shared_name(message, agent, tool_names)
+        key = _key(message, name, explicit)
+        layout: Layout | None = self._registry.layout(session, key)
+        if layout is None:
+            layout = self._divide(message, start, end, session, name, explicit)
+            self._registry.remember_layout(session, key, layout)
+        return layout
+
+    def _divide(
+        self, message: ChatMessage, start: int, end: int, session: str, name: str | None, explicit: Sequence[Content]
+    ) -> Layout:
+        text = message.content
+        core = text[start:end]
+        whole = self._known(session, core, message.segment_id, name, explicit)
+        if whole is not None:
+            return [(start, end, whole)]
+        named = [
+            m for c in explicit if self._count(c.core) >= self._min_tokens for m in occurrences(text, start, end, c)
+        ]
+        matches = longest_first(self._registry.search(session, text, start, end, self._is_long), longest_first(named))
+        if name is not None:
+            matches = longest_first(self._shared_lines(session, text, gaps(start, end, matches)), matches)
+            if not matches:
+                return [(start, end, self._registry.register(session, name, core, origin=Origin.DISCOVERED))]
+            if any(b - a >= MIN_PART_CHARACTERS for a, b in gaps(start, end, matches)):
+                self._registry.register(session, name, core, origin=Origin.SOURCE)
+        return [(m.start, m.end, m.content) for m in matches]
+
+    def _known(
+        self, session: str, core: str, segment_id: str | None, name: str | None, explicit: Sequence[Content]
+    ) -> Content | None:
+        """The content a message consists of: named by the caller, by its id, or by what it says."""
+        for content in explicit:
+            if content.core == core:
+                return content
+        content_by_id = self._registry.lookup(session, segment_id) if segment_id else None
+        if content_by_id is not None and content_by_id.core == core:
+            return content_by_id
+        return self._registry.find_text(session, core, name)
+
+    def _shared_lines(self, session: str, text: str, free: Sequence[tuple[int, int]]) -> list[Match]:
+        """Runs of lines that an earlier message has too; each becomes a content of its own."""
+        return [
+            Match(part.start, part.end, self._part(session, part.source, text[part.start : part.end]))
+            for start, end in free
+            if end - start >= MIN_PART_CHARACTERS
+            for part in self._registry.search_parts(session, text, start, end)
+            if self._count(text[part.start : part.end]) >= MIN_TOKENS
+        ]
+
+    def _part(self, session: str, source: Content, text: str) -> Content:
+        return self._registry.register(session, source.name.removesuffix(_PART) + _PART, text, origin=Origin.PART)
+
+    def _is_long(self, content: Content) -> bool:
+        return self._count(content.core) >= MIN_TOKENS
+
+
+def _key(message: ChatMessage, name: str | None, explicit: Sequence[Content]) -> Hashable:
+    digest = hashlib.blake2b(message.content.encode("utf-8"), digest_size=16).digest()
+    return digest, name, message.segment_id, tuple(content.id for content in explicit)

@@ -1,0 +1,211 @@
+"""Chat messages, and how to arrange them so that a strict chat template takes them. Knows no tokens, no sessions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcomm_integrations.errors import ConfigurationError
+
+SEPARATOR = "\n\n"
+"""Stands between the contents of messages that had to be merged."""
+
+SYSTEM_ROLES = frozenset({"system", "developer"})
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_THINK_END = "</think>"
+
+
+def clean_text(text: str) -> str:
+    """``text`` without halves of surrogate pairs (what is left of an emoji cut in two): they become U+FFFD."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One chat message, of any framework."""
+
+    role: str
+    """``system``, ``user``, ``assistant`` or ``tool``."""
+    content: str = ""
+    name: str | None = None
+    """Who speaks (an agent), or the tool that answered."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """OpenAI form: ``{"id", "type": "function", "function": {"name", "arguments"}}``; arguments JSON text or object."""
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    """Thinking that came before the content, if it is kept apart from it."""
+    segment_id: str | None = None
+    """``Content.id`` of the content this message carries, if it was generated or registered by us."""
+
+    def to_dict(self, content: str | None = None) -> dict[str, Any]:
+        """The form chat templates read, with ``content`` in place of the message's own if given."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content if content is None else content}
+        if self.name:
+            out["name"] = self.name
+        if self.tool_calls:
+            out["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.reasoning is not None:
+            out["reasoning_content"] = out["reasoning"] = self.reasoning
+        return out
+
+    def core(self) -> tuple[int, int]:
+        """``[start, end)`` of the content proper: without surrounding whitespace and an assistant's thinking."""
+        start = 0
+        if self.role == "assistant" and _THINK_END in self.content:
+            start = self.content.rindex(_THINK_END) + len(_THINK_END)
+        return core_span(self.content, start)
+
+
+def core_span(text: str, start: int = 0) -> tuple[int, int]:
+    """``[start, end)`` of ``text[start:]`` without surrounding whitespace; empty if there is nothing else."""
+    end = len(text.rstrip())
+    if end <= start:
+        return start, start
+    return len(text) - len(text[start:].lstrip()), end
+
+
+def shared_name(message: ChatMessage, agent: str, tool_names: Mapping[str, str] | None = None) -> str:
+    """The placeholder name of a message's content.
+
+    Args:
+        message: a message that is not a system message.
+        agent: whose prompt it stands in; unnamed assistant messages are its own.
+        tool_names: tool-call id to tool name, for tool messages that do not name their tool.
+    """
+    if message.role == "tool":
+        tool = message.name or (tool_names or {}).get(message.tool_call_id or "") or "tool"
+        return f"tool:{tool}:result"
+    if message.role == "assistant":
+        return f"agent:{message.name or agent}:response"
+    if message.name and message.name.lower() not in ("user", "human"):
+        return f"agent:{message.name}:response"
+    return "user_question"
+
+
+def tool_names(messages: Iterable[ChatMessage]) -> dict[str, str]:
+    """Tool-call id to tool name, of every call in ``messages``."""
+    return {
+        str(call["id"]): str(call.get("function", {}).get("name", ""))
+        for message in messages
+        for call in message.tool_calls
+        if call.get("id") is not None
+    }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a template sees as one message: one chat message, or several that had to be merged."""
+
+    messages: tuple[ChatMessage, ...]
+    role: str
+    content: str = field(init=False)
+    offsets: tuple[int, ...] = field(init=False)
+    """Where each message's content starts within ``content``, characters."""
+
+    def __post_init__(self) -> None:
+        content, offsets = "", []
+        for message in self.messages:
+            if content and message.content:
+                content += SEPARATOR
+            offsets.append(len(content))
+            content += message.content
+        object.__setattr__(self, "content", content)
+        object.__setattr__(self, "offsets", tuple(offsets))
+
+    def to_dict(self, content: str | None = None) -> dict[str, Any]:
+        """The form chat templates read, with ``content`` in place of the turn's own if given."""
+        out = self.messages[0].to_dict(self.content if content is None else content)
+        calls = [dict(call) for message in self.messages for call in message.tool_calls]
+        return {**out, "role": self.role, **({"tool_calls": calls} if calls else {})}
+
+
+def arrange(
+    messages: Sequence[ChatMessage], render: Callable[[Sequence[dict[str, Any]]], str]
+) -> tuple[tuple[Turn, ...], str]:
+    """The least change to ``messages`` that the template accepts, and the text it renders.
+
+    Tried in turn: as they are; runs of one role merged; system messages moved to the front and merged; the system
+    message put before the first user message.
+
+    Raises:
+        ConfigurationError: the template refuses all of them, or there are no messages.
+    """
+    if not messages:
+        raise ConfigurationError("a prompt needs at least one message, got none")
+    first_error: ConfigurationError | None = None
+    tried: list[tuple[Turn, ...]] = []
+    for arrangement in (_as_is, _merged, _system_first, _system_in_user):
+        turns = arrangement(messages)
+        if turns in tried:
+            continue
+        tried.append(turns)
+        try:
+            return turns, render([turn.to_dict() for turn in turns])
+        except ConfigurationError as err:
+            first_error = first_error or err
+    assert first_error is not None
+    raise first_error
+
+
+def _as_is(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    return tuple(Turn((message,), message.role) for message in messages)
+
+
+def _merged(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    """Runs of one role become one turn; tool results stay apart, since each answers its own call."""
+    turns: list[Turn] = []
+    for message in messages:
+        if turns and message.role == turns[-1].role and message.role != "tool":
+            turns[-1] = Turn((*turns[-1].messages, message), message.role)
+        else:
+            turns.append(Turn((message,), message.role))
+    return tuple(turns)
+
+
+def _system_first(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
+    others = _merged([message for message in messages if message.role not in SYSTEM_ROLES])
+    return (Turn(system, "system"), *others) if system else others
+
+
+def _system_in_user(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
+    others = _merged([message for message in messages if message.role not in SYSTEM_ROLES])
+    if not system:
+        return others
+    if others and others[0].role == "user":
+        return (Turn((*system, *others[0].messages), "user"), *others[1:])
+    return (Turn(system, "user"), *others)
+
+
+def with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat dict whose tool-call arguments are objects, as templates want them; what is no JSON stays text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", {}))
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(json.JSONDecodeError):
+                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def deep_map(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` (JSON-like) with ``change`` applied to every string in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {deep_map(key, change): deep_map(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(deep_map(inner, change) for inner in value)
+    return value
