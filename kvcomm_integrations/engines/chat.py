@@ -1,0 +1,322 @@
+"""The chat runtime both framework adapters stand on: messages in, typed pieces of an answer out.
+
+One runtime per engine holds the registry of shared contents, so every model object on one engine knows what the others
+have said. Knows engines, prompts and codecs; no framework, no tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcomm_integrations.config import Isolation
+from kvcomm_integrations.engines.answer import AnswerCollector
+from kvcomm_integrations.engines.base import Engine, GenerationRequest, SamplingOptions
+from kvcomm_integrations.engines.bridge import SyncStream
+from kvcomm_integrations.engines.hermes import HermesCodec
+from kvcomm_integrations.engines.pieces import Piece
+from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
+from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineClosedError, EngineError
+from kvcomm_integrations.prompts.builder import BuiltPrompt, PromptBuilder
+from kvcomm_integrations.prompts.contents import ContentRegistry, response_name
+from kvcomm_integrations.prompts.messages import ChatMessage, arrange
+from kvcomm_integrations.wire import Mode
+
+DEFAULT_TENANT = "default"
+_FIRST_PAUSE = 0.25
+"""Seconds before the first retry; doubles with each further one."""
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request that is ready to run, and what is needed to read its answer."""
+
+    request: GenerationRequest
+    tools: ToolUse
+    constrained: bool
+    """The answer follows a JSON constraint the caller asked for."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, tokens."""
+        return len(self.request.prompt.token_ids)
+
+
+class ChatRuntime:
+    """Turns chats into segmented requests and streams of deltas into pieces.
+
+    Safe to use from any thread and any event loop. Prefer ``runtime_for(engine)`` over the constructor, so that all
+    users of one engine share one registry.
+
+    Args:
+        engine: The engine that runs the model.
+        codec: How the model writes tool calls and reasoning; ``None`` chooses one for the model.
+        registry: Shared contents of all sessions; ``None`` makes a new one.
+    """
+
+    def __init__(
+        self, engine: Engine, *, codec: ToolCodec | None = None, registry: ContentRegistry | None = None
+    ) -> None:
+        self.engine = engine
+        self.codec = codec or HermesCodec()
+        self._registry = registry
+        self._builder: PromptBuilder | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def registry(self) -> ContentRegistry:
+        """The shared contents of all sessions on this engine."""
+        self.builder  # noqa: B018 - makes both
+        assert self._registry is not None
+        return self._registry
+
+    @property
+    def builder(self) -> PromptBuilder:
+        """The prompt builder; made on first use, because that reads the tokenizer's files."""
+        with self._lock:
+            if self._builder is None:
+                config, tokenizer = self.engine.config, self.engine.tokenizer
+                if self._registry is None:
+                    self._registry = ContentRegistry()
+                self._builder = PromptBuilder(
+                    tokenizer,
+                    self._registry,
+                    tokenization=config.tokenization,
+                    min_segment_tokens=config.reuse.min_segment_tokens,
+                )
+            return self._builder
+
+    def prepare(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        agent: str = "default",
+        session: str = "default",
+        tenant: str = DEFAULT_TENANT,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        strict: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        mode: Mode = Mode.AUTO,
+        policy: str | None = None,
+        sampling: SamplingOptions | None = None,
+    ) -> PreparedChat:
+        """Render, segment and check one request. May start the engine, so keep it off event loops (``aprepare``).
+
+        Args:
+            messages: The conversation; its last message is what is answered.
+            agent: Who is answering; names the response ``agent:<agent>:response``.
+            session: Whose shared contents may be reused.
+            tenant: Whose exact prefix cache may be hit.
+            tools: Definitions in OpenAI form.
+            tool_choice: Any form that ``codec.tool_use`` takes.
+            parallel_tool_calls: Allow more than one call in one answer.
+            strict: Force tool arguments to follow their schema.
+            template_kwargs: More variables for the chat template (``enable_thinking``, ...).
+            mode: How the request is treated by reuse.
+            policy: Correction policy for this request; ``None``: the engine's.
+            sampling: How tokens are drawn.
+
+        Raises:
+            ConfigurationError: no messages, or tools and choices that do not fit.
+            ContextOverflowError: the prompt leaves no room for an answer.
+        """
+        if not messages:
+            raise ConfigurationError("a chat needs at least one message; got none")
+        use = tool_use(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
+        built = self._build(messages, registry_session(tenant, session), agent, use, template_kwargs)
+        sampling = sampling or SamplingOptions()
+        constrained = sampling.structured_output is not None
+        sampling = replace(sampling, structured_output=self.codec.constraint(use, sampling.structured_output))
+        prompt, limit = built.prompt, self.engine.max_model_len
+        if len(prompt.token_ids) >= limit:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt.token_ids)} tokens, but the model's context holds {limit} with at least "
+                "one for the answer; shorten the history or raise max_model_len"
+            )
+        params = prompt.params(
+            agent=agent,
+            session=session,
+            tenant=tenant,
+            response_name=response_name(agent),
+            mode=mode,
+            policy=policy,
+        )
+        salt = None if self.engine.config.reuse.isolation is Isolation.GLOBAL else tenant_salt(tenant)
+        request = GenerationRequest(prompt=prompt, params=params, sampling=sampling, cache_salt=salt)
+        return PreparedChat(request=request, tools=use, constrained=constrained)
+
+    async def aprepare(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedChat:
+        """``prepare`` in a thread: an event loop must not wait for a tokenizer or a starting engine."""
+        return await asyncio.to_thread(self.prepare, messages, **kwargs)
+
+    async def stream(
+        self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
+    ) -> AsyncGenerator[Piece, None]:
+        """Stream the answer; the last piece is a ``LastPiece``.
+
+        The response is registered as a shared content just before that piece. A stream that is closed early, cancelled
+        or failing registers nothing.
+
+        Args:
+            chat: From ``prepare``.
+            timeout: Seconds the whole answer may take, counted from here: starting the engine is not part of it.
+            retries: How often to try again after an engine error that came before the first piece.
+
+        Raises:
+            TimeoutError: the answer took longer than ``timeout``.
+            EngineError: the engine failed and no retry was left.
+        """
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        for attempt in range(retries + 1):
+            begun = False
+            try:
+                async with aclosing(self._stream_once(chat, deadline, timeout)) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+                return
+            except EngineError as err:
+                if begun or attempt == retries or isinstance(err, EngineClosedError):
+                    raise
+                await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
+
+    async def _stream_once(
+        self, chat: PreparedChat, deadline: float | None, timeout: float | None
+    ) -> AsyncGenerator[Piece, None]:
+        answer = self._collector(chat)
+        deltas = self.engine.generate(chat.request)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        delta = await anext(deltas)
+                except StopAsyncIteration:
+                    break
+                except TimeoutError as err:
+                    if timeout is None:
+                        raise
+                    raise TimeoutError(_too_slow(timeout)) from err
+                for piece in answer.feed(delta):
+                    yield piece
+        finally:
+            await _aclose(deltas)
+        yield answer.last()
+
+    def stream_sync(
+        self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
+    ) -> Generator[Piece, None, None]:
+        """``stream`` for callers without an event loop."""
+        if timeout is not None:
+            # Only a task can be interrupted while it waits, so a time limit needs a loop.
+            with closing(iter(SyncStream(lambda: self.stream(chat, timeout=timeout, retries=retries)))) as pieces:
+                yield from pieces
+            return
+        for attempt in range(retries + 1):
+            begun = False
+            try:
+                for piece in self._stream_once_sync(chat):
+                    begun = True
+                    yield piece
+                return
+            except EngineError as err:
+                if begun or attempt == retries or isinstance(err, EngineClosedError):
+                    raise
+                time.sleep(_FIRST_PAUSE * 2**attempt)
+
+    def _stream_once_sync(self, chat: PreparedChat) -> Iterator[Piece]:
+        answer = self._collector(chat)
+        deltas = self.engine.generate_sync(chat.request)
+        try:
+            for delta in deltas:
+                yield from answer.feed(delta)
+        finally:
+            close = getattr(deltas, "close", None)
+            if close is not None:
+                close()
+        yield answer.last()
+
+    def count_tokens(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Prompt tokens of a conversation, chat template and tools included."""
+        if not messages:
+            return 0
+        tokenizer = self.engine.tokenizer
+        shown, shown_tools = self.codec.encode(tokenizer, messages, tool_use(tools))
+        _, text = arrange(
+            shown, lambda dicts: tokenizer.render(dicts, tools=shown_tools, **dict(template_kwargs or {}))
+        )
+        return len(tokenizer.encode(text, allow_special=True))
+
+    def _build(
+        self,
+        messages: Sequence[ChatMessage],
+        session: str,
+        agent: str,
+        use: ToolUse,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> BuiltPrompt:
+        builder = self.builder
+        shown, shown_tools = self.codec.encode(self.engine.tokenizer, messages, use)
+        return builder.build(
+            shown, session=session, agent=agent, tools=shown_tools, template_kwargs=dict(template_kwargs or {})
+        )
+
+    def _collector(self, chat: PreparedChat) -> AnswerCollector:
+        parser = self.codec.parser(chat.tools, prompt_text=chat.request.prompt.text[-64:], constrained=chat.constrained)
+        params = chat.request.params
+        return AnswerCollector(
+            self.engine.tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session)
+        )
+
+
+def tenant_salt(tenant: str) -> str | None:
+    """The prefix-cache salt of a tenant: a hash, because vLLM forbids some characters; none for the default tenant."""
+    if tenant == DEFAULT_TENANT:
+        return None
+    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"kvcomm-tenant").hexdigest()
+
+
+def registry_session(tenant: str, session: str) -> str:
+    """The key of a session in the content registry: sessions of two tenants may have the same name."""
+    return session if tenant == DEFAULT_TENANT else f"{tenant}\0{session}"
+
+
+_RUNTIME = "_chat_runtime"
+_runtimes_lock = threading.Lock()
+
+
+def runtime_for(engine: Engine) -> ChatRuntime:
+    """The one runtime of an engine, living as long as it does: its users share the registry of what has been said."""
+    with _runtimes_lock:
+        attributes = vars(engine)
+        if _RUNTIME not in attributes:
+            attributes[_RUNTIME] = ChatRuntime(engine)
+        runtime = attributes[_RUNTIME]
+    assert isinstance(runtime, ChatRuntime)
+    return runtime
+
+
+async def _aclose(deltas: Any) -> None:
+    close = getattr(deltas, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _too_slow(timeout: float | None) -> str:
+    return f"no complete answer within timeout={timeout} s; raise timeout or lower max_tokens"
+
+
+__all__ = ["ChatRuntime", "PreparedChat", "runtime_for", "tenant_salt"]

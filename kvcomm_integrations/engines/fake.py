@@ -1,0 +1,201 @@
+"""An engine without a model, for tests: answers come from a script, everything else behaves like a real engine.
+
+Streams small deltas, stops at stop strings and ``max_tokens``, counts usage, reports plausible reuse, and can be slow,
+fail or be aborted. Needs a tokenizer's files; no torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.fake_reuse import FakeReuse
+from kvcomm_integrations.engines.schema_examples import example_text
+from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+Answer = str | Sequence[int] | Exception | None
+Script = Callable[[GenerationRequest], Answer] | Sequence[Answer] | Answer
+"""What to answer: a text, token ids, an error to raise, ``None`` for an answer that follows the request's structured
+output ("ok" if there is none), a list of these used up in order (the last repeats), or a function of the request."""
+
+
+class FakeEngine(Engine):
+    """Answers from a script.
+
+    Args:
+        tokenizer: A chat tokenizer, or the folder or hub id to load one from.
+        script: What to answer, see ``Script``.
+        config: Configuration to report; ``None``: defaults with the tokenizer's name as model.
+        max_model_len: Longest prompt plus answer, tokens.
+        delta_tokens: Tokens per delta.
+        latency: Seconds before the first delta.
+        token_latency: Seconds before each further delta.
+
+    Attributes:
+        requests: Every request received, in order.
+        aborted: Requests whose stream was closed or cancelled before its end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer | str | Path,
+        script: Script = None,
+        *,
+        config: EngineConfig | None = None,
+        max_model_len: int = 8192,
+        delta_tokens: int = 2,
+        latency: float = 0.0,
+        token_latency: float = 0.0,
+    ) -> None:
+        name = str(tokenizer) if isinstance(tokenizer, (str, Path)) else "fake"
+        self._tokenizer = (
+            ChatTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
+        )
+        self.config = config or EngineConfig(model=name, max_model_len=max_model_len)
+        self._script = script
+        self._used = 0
+        self._max_model_len = max_model_len
+        self._delta_tokens = delta_tokens
+        self._latency = latency
+        self._token_latency = token_latency
+        self._reuse = FakeReuse(self.config.reuse)
+        self._lock = threading.Lock()
+        self._closed = False
+        self.requests: list[GenerationRequest] = []
+        self.aborted: list[GenerationRequest] = []
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """See ``Engine.tokenizer``."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """See ``Engine.max_model_len``."""
+        return self._max_model_len
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See ``Engine.generate``."""
+        plan, finished = self._plan(request), False
+        try:
+            for i, delta in enumerate(plan):
+                await asyncio.sleep(self._token_latency if i else self._latency)
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not finished:
+                self.aborted.append(request)
+
+    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
+        """See ``Engine.generate_sync``."""
+        plan, finished = self._plan(request), False
+        try:
+            for i, delta in enumerate(plan):
+                if pause := self._token_latency if i else self._latency:
+                    time.sleep(pause)
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not finished:
+                self.aborted.append(request)
+
+    async def aclose(self) -> None:
+        """See ``Engine.aclose``."""
+        self.close()
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        self._closed = True
+
+    def _plan(self, request: GenerationRequest) -> list[Delta]:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the fake engine has been closed; make a new one")
+            self.requests.append(request)
+            answer = self._answer(request)
+            if isinstance(answer, Exception):
+                raise answer
+            prompt = request.prompt.token_ids
+            if len(prompt) >= self._max_model_len:
+                raise ContextOverflowError(f"the prompt has {len(prompt)} tokens; the limit is {self._max_model_len}")
+            report = self._reuse.report(request)
+        deltas = self._deltas(request, answer)
+        deltas[-1] = replace(
+            deltas[-1],
+            prompt_tokens=len(prompt),
+            completion_tokens=sum(len(delta.token_ids) for delta in deltas),
+            cached_tokens=report.exact + report.loaded + report.repaired,
+            ttft_ms=1000 * self._latency,
+            report=report,
+        )
+        return deltas
+
+    def _answer(self, request: GenerationRequest) -> str | Sequence[int] | Exception:
+        script = self._script
+        if callable(script):
+            answer = script(request)
+        elif isinstance(script, (list, tuple)) and not (script and isinstance(script[0], int)):
+            answer = script[min(self._used, len(script) - 1)] if script else None
+            self._used += 1
+        else:
+            answer = script  # type: ignore[assignment]
+        if answer is not None:
+            return answer
+        constraint = request.sampling.structured_output
+        return example_text(constraint) if constraint else "ok"
+
+    def _deltas(self, request: GenerationRequest, answer: str | Sequence[int]) -> list[Delta]:
+        sampling = request.sampling
+        ids = list(self._tokenizer.encode(answer, allow_special=True) if isinstance(answer, str) else answer)
+        room = self._max_model_len - len(request.prompt.token_ids)
+        limit = min(room, sampling.max_tokens) if sampling.max_tokens is not None else room
+        finish, stop_reason = "stop", None
+        if len(ids) >= limit:
+            ids, finish = ids[:limit], "length"
+        elif self._tokenizer.eos_token_ids:
+            ids.append(min(self._tokenizer.eos_token_ids))
+        return self._cut(ids, finish, stop_reason, sampling.stop, sampling.logprobs)
+
+    def _cut(
+        self, ids: list[int], finish: str, stop_reason: int | str | None, stops: Sequence[str], logprobs: int | None
+    ) -> list[Delta]:
+        """Slice ids into deltas. Text that might still become a stop string, or half a character, is held back."""
+        deltas: list[Delta] = []
+        eos = self._tokenizer.eos_token_ids
+        sent = 0
+        hold = max((len(stop) for stop in stops), default=1) - 1
+        for start in range(0, len(ids), self._delta_tokens):
+            end = min(start + self._delta_tokens, len(ids))
+            ended = end == len(ids)
+            shown = ids[: end - 1] if ids[end - 1] in eos and ended else ids[:end]
+            text = self._tokenizer.decode(shown)
+            found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
+            if found >= 0:
+                text, ended, finish = text[:found], True, "stop"
+                stop_reason = next(stop for stop in stops if self._tokenizer.decode(shown).startswith(stop, found))
+            safe = len(text) if ended else max(sent, len(text.rstrip("\ufffd")) - hold)
+            part = tuple(ids[start:end])
+            deltas.append(
+                Delta(
+                    text=text[sent:safe],
+                    token_ids=part,
+                    logprobs=tuple(self._logprob(i, logprobs) for i in part) if logprobs is not None else (),
+                    finish_reason=finish if ended else None,
+                    stop_reason=stop_reason if ended else None,
+                )
+            )
+            sent = safe
+            if ended:
+                return deltas
+        return deltas or [Delta(finish_reason=finish)]
+
+    def _logprob(self, token_id: int, count: int) -> TokenLogprob:
+        token = self._tokenizer.decode([token_id])
+        return TokenLogprob(token_id, token, -0.5, ((token_id, token, -0.5),) * min(1, count))

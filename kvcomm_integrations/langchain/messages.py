@@ -1,0 +1,174 @@
+"""Conversions between LangChain messages and chat messages, one function per direction. No engine, no identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.messages import ChatMessage as RoleMessage
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGenerationChunk
+
+from kvcomm_integrations.engines.base import TokenLogprob
+from kvcomm_integrations.engines.pieces import LastPiece, Piece, ReasoningPiece, TextPiece, ToolCallPiece, Usage
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.messages import ChatMessage
+
+PROVIDER = "kvcomm"
+METADATA_KEY = "kvcomm"
+_TEXT_BLOCKS = ("text", "text-plain", "input_text", "output_text", "refusal")
+_CALL_BLOCKS = ("tool_call", "tool_call_chunk", "tool_use", "invalid_tool_call", "function_call", "input_json_delta")
+_REASONING_BLOCKS = ("reasoning", "thinking", "reasoning_content")
+
+
+def to_chat_messages(messages: Sequence[BaseMessage]) -> list[ChatMessage]:
+    """LangChain messages as chat messages; tool results get the name of the call they answer.
+
+    Raises:
+        ConfigurationError: content that a text model cannot read.
+    """
+    names: dict[str, str] = {}
+    converted = []
+    for message in messages:
+        if isinstance(message, AIMessage):
+            names.update({call["id"]: call["name"] for call in message.tool_calls if call["id"]})
+        converted.append(_to_chat_message(message, names))
+    return converted
+
+
+def _to_chat_message(message: BaseMessage, names: Mapping[str, str]) -> ChatMessage:
+    text, reasoning = _content(message)
+    if isinstance(message, AIMessage):
+        return ChatMessage(
+            role="assistant",
+            content=text,
+            name=message.name,
+            tool_calls=tuple(_calls(message)),
+            reasoning=reasoning or str(message.additional_kwargs.get("reasoning_content") or "") or None,
+            segment_id=_segment_id(message),
+        )
+    if isinstance(message, ToolMessage):
+        name = message.name or names.get(message.tool_call_id)
+        return ChatMessage(role="tool", content=text, name=name, tool_call_id=message.tool_call_id)
+    if isinstance(message, FunctionMessage):
+        return ChatMessage(role="tool", content=text, name=message.name)
+    return ChatMessage(role=_role(message), content=text, name=message.name, segment_id=_segment_id(message))
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, SystemMessage):
+        return "system"
+    if isinstance(message, HumanMessage):
+        return "user"
+    if isinstance(message, RoleMessage):
+        return message.role
+    raise ConfigurationError(
+        f"a {type(message).__name__} cannot be sent to the model; use system, human, AI or tool messages"
+    )
+
+
+def _content(message: BaseMessage) -> tuple[str, str]:
+    """Text and reasoning of a message. Text blocks are joined as they are: a separator would be new text."""
+    if isinstance(message.content, str):
+        return message.content, ""
+    text, reasoning = [], []
+    for block in message.content:
+        if isinstance(block, str):
+            text.append(block)
+            continue
+        kind = block.get("type", "text" if "text" in block else None)
+        if kind in _TEXT_BLOCKS:
+            text.append(str(block.get("text") or block.get("refusal") or ""))
+        elif kind in _REASONING_BLOCKS:
+            reasoning.append(str(block.get("reasoning") or block.get("thinking") or ""))
+        elif kind not in _CALL_BLOCKS:
+            raise ConfigurationError(
+                f"a {message.type} message has a content block of type {kind!r}, which a text model cannot read; "
+                "send text blocks only"
+            )
+    return "".join(text), "".join(reasoning)
+
+
+def _calls(message: AIMessage) -> Iterable[dict[str, Any]]:
+    """Calls in OpenAI form with parsed arguments; a call that could not be parsed keeps its raw text."""
+    for call in message.tool_calls:
+        yield _call(call["id"], call["name"], call["args"])
+    for invalid in message.invalid_tool_calls:
+        yield _call(invalid["id"], invalid["name"] or "", invalid["args"] or "")
+
+
+def _call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _segment_id(message: BaseMessage) -> str | None:
+    ours = message.response_metadata.get(METADATA_KEY)
+    found = ours.get("segment_id") if isinstance(ours, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
+def to_chunk(piece: Piece, *, model_name: str) -> ChatGenerationChunk:
+    """One piece as a chunk. Only the last one carries metadata: repeated strings would concatenate on merging."""
+    if isinstance(piece, TextPiece):
+        return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
+    if isinstance(piece, ReasoningPiece):
+        kwargs = {"reasoning_content": piece.text}
+        return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
+    if isinstance(piece, ToolCallPiece):
+        chunk = tool_call_chunk(name=piece.name, args=piece.arguments, id=piece.id, index=piece.index)
+        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
+    return _last_chunk(piece, model_name)
+
+
+def _last_chunk(piece: LastPiece, model_name: str) -> ChatGenerationChunk:
+    ours: dict[str, Any] = {"segment_id": piece.segment_id}
+    if piece.report is not None:
+        ours["report"] = piece.report.model_dump(mode="json")
+    if piece.ttft_ms is not None:
+        ours["ttft_ms"] = piece.ttft_ms
+    metadata: dict[str, Any] = {
+        "model_name": model_name,
+        "model_provider": PROVIDER,
+        "finish_reason": piece.finish_reason,
+        METADATA_KEY: ours,
+    }
+    if piece.stop_reason is not None:
+        metadata["stop_reason"] = piece.stop_reason
+    if piece.logprobs:
+        metadata["logprobs"] = {"content": [_logprob(entry) for entry in piece.logprobs]}
+    message = AIMessageChunk(
+        content="", usage_metadata=to_usage(piece.usage), response_metadata=metadata, chunk_position="last"
+    )
+    return ChatGenerationChunk(message=message, generation_info={"finish_reason": piece.finish_reason})
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [{"token": token, "logprob": logprob} for _, token, logprob in entry.top]
+    return {"token": entry.token, "logprob": entry.logprob, "top_logprobs": top}
+
+
+def to_usage(usage: Usage) -> UsageMetadata:
+    """Usage in LangChain's form; our own counts ride along as integers, which survive merging."""
+    details: dict[str, int] = {
+        "cache_read": usage.cache_read,
+        "kvcomm_exact": usage.exact,
+        "kvcomm_loaded": usage.loaded,
+        "kvcomm_repaired": usage.repaired,
+    }
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        input_token_details=InputTokenDetails(**details),  # type: ignore[typeddict-item]
+        output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
+    )
