@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -169,15 +170,17 @@ def _write_errors(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        if isinstance(err, KVCommError):
-            raise
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DemoModelError(
-                f"the disk of {cache} is full. Free some space, or set KVCOMM_CACHE elsewhere."
-            ) from err
+            raise _disk_full(cache) from err
+        if err.errno is None:  # not the file system: a library's way to say that it cannot read something
+            raise DemoModelError(f"the model could not be converted: {err}") from err
         raise DemoModelError(
-            f"cannot write the model cache {cache}: {err.strerror or err}. Set KVCOMM_CACHE to a folder you may write."
+            f"cannot write the model cache {cache}: {err.strerror}. Set KVCOMM_CACHE to a folder you may write."
         ) from err
+
+
+def _disk_full(cache: Path) -> DemoModelError:
+    return DemoModelError(f"the disk of {cache} is full. Free some space, or set KVCOMM_CACHE to another disk.")
 
 
 def _check_free_space(cache: Path, needed: int) -> None:
@@ -305,7 +308,7 @@ def _convert_demo_model(folder: Path, report: Report) -> None:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         report("writing the model", 0.8)
-        model.save_pretrained(folder)
+        _save_weights(model, folder)
         tokenizer.save_pretrained(folder)
 
 
@@ -356,6 +359,20 @@ def _quiet_transformers() -> Iterator[Any]:
             logging.enable_progress_bar()
 
 
+def _save_weights(model: Any, folder: Path) -> None:
+    """``save_pretrained``, with safetensors' own error turned back into the ``OSError`` it stands for."""
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as err:
+        number = re.search(r"os error (\d+)", str(err))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(folder)) from err
+
+
 def _missing_converter(err: ImportError) -> MissingDependencyError:
     return MissingDependencyError(
         f"converting the demo model needs a package that is not installed ({err}): "
@@ -390,7 +407,7 @@ def _save_tiny_model(folder: Path, tokenizer: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(folder)
+        _save_weights(model, folder)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
