@@ -7,6 +7,9 @@
 
 BIN := .venv/bin
 
+# Setup leaves compiling the packages to their first import, so that import must be allowed to keep what it compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
