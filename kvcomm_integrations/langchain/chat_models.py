@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,8 @@ class ChatKVComm(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, **kwargs))
+        pieces = self._pieces(ensure_config(), messages, stop, kwargs)
+        return generate_from_stream(to_chunk(piece, model_name=self.model) for piece in pieces)
 
     async def _agenerate(
         self,
@@ -188,7 +189,8 @@ class ChatKVComm(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
+        pieces = self._apieces(ensure_config(), messages, stop, kwargs)
+        return await agenerate_from_stream(to_chunk(piece, model_name=self.model) async for piece in pieces)
 
     def _stream(
         self,
@@ -197,12 +199,9 @@ class ChatKVComm(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        config = ensure_config()
-        runtime, options, request = self._request(config, messages, stop, kwargs)
-        chat = runtime.prepare(**request)
-        with closing(runtime.stream_sync(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
+        with closing(self._pieces(ensure_config(), messages, stop, kwargs)) as pieces:
             for piece in pieces:
-                chunk = self._chunk(piece)
+                chunk = to_chunk(piece, model_name=self.model, blocks=self.output_version == "v1")
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -214,15 +213,32 @@ class ChatKVComm(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        config = ensure_config()
+        async with aclosing(self._apieces(ensure_config(), messages, stop, kwargs)) as pieces:
+            async for piece in pieces:
+                chunk = to_chunk(piece, model_name=self.model, blocks=self.output_version == "v1")
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _pieces(
+        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> Generator[Piece, None, None]:
+        runtime, options, request = self._request(config, messages, stop, kwargs)
+        chat = runtime.prepare(**request)
+        with closing(runtime.stream_sync(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
+            for piece in pieces:
+                self._note(piece)
+                yield piece
+
+    async def _apieces(
+        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[Piece, None]:
         runtime, options, request = self._request(config, messages, stop, kwargs)
         chat = await runtime.aprepare(**request)
         async with aclosing(runtime.stream(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
             async for piece in pieces:
-                chunk = self._chunk(piece)
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+                self._note(piece)
+                yield piece
 
     def _request(
         self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
@@ -257,10 +273,9 @@ class ChatKVComm(BaseChatModel):
         names = ("stop", "logprobs", "timeout", "agent", "session", "tenant", "mode", "policy", "chat_template_kwargs")
         return {name: getattr(self, name) for name in (*SAMPLING_FIELDS, *names)}
 
-    def _chunk(self, piece: Piece) -> ChatGenerationChunk:
+    def _note(self, piece: Piece) -> None:
         if isinstance(piece, LastPiece):
             self._last_report = piece.report
-        return to_chunk(piece, model_name=self.model)
 
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.
 
@@ -391,7 +406,7 @@ class ChatKVComm(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         names = (
-            "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "mode", "policy", "dtype", "max_model_len",
+            "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "tenant", "mode", "policy", "dtype", "max_model_len",
             "block_size", "tokenization", "chat_template_kwargs", "engine_args",
         )  # fmt: skip
         return {**{name: getattr(self, name) for name in names}, "reuse": self.reuse.model_dump(mode="json")}
@@ -402,8 +417,10 @@ class ChatKVComm(BaseChatModel):
         return params
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        kwargs.pop(CONFIG_KEYWORD, None)  # who asks does not change the answer
-        return super()._get_llm_string(stop=stop, **kwargs)
+        """The key of LangChain's cache: every setting that may change the answer, but not who asks."""
+        ours = {key: value for key, value in kwargs.get("kvcomm", {}).items() if key not in ("agent", "session")}
+        asked = {key: value for key, value in kwargs.items() if key not in (CONFIG_KEYWORD, "kvcomm")} | ours
+        return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
     def _resolve_model_profile(self) -> ModelProfile | None:
         profile = ModelProfile(

@@ -117,8 +117,15 @@ def _segment_id(message: BaseMessage) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def to_chunk(piece: Piece, *, model_name: str) -> ChatGenerationChunk:
-    """One piece as a chunk. Only the last one carries metadata: repeated strings would concatenate on merging."""
+def to_chunk(piece: Piece, *, model_name: str, blocks: bool = False) -> ChatGenerationChunk:
+    """One piece as a chunk. Only the last one carries metadata: repeated strings would concatenate on merging.
+
+    Args:
+        piece: From the chat runtime.
+        model_name: Goes into the last chunk's metadata.
+        blocks: The chunk will be turned into standard content blocks. Those are merged by index, and an index that
+            only counts calls would merge the first call with the first text.
+    """
     if isinstance(piece, TextPiece):
         return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
     if isinstance(piece, ReasoningPiece):
@@ -126,7 +133,12 @@ def to_chunk(piece: Piece, *, model_name: str) -> ChatGenerationChunk:
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
     if isinstance(piece, ToolCallPiece):
         chunk = tool_call_chunk(name=piece.name, args=piece.arguments, id=piece.id, index=piece.index)
-        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
+        if not blocks:
+            return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
+        block = {**chunk, "index": f"lc_tc_{piece.index}"}
+        version = {"output_version": "v1"}
+        message = AIMessageChunk(content=[block], tool_call_chunks=[chunk], response_metadata=version)
+        return ChatGenerationChunk(message=message)
     return _last_chunk(piece, model_name)
 
 
