@@ -1,0 +1,68 @@
+"""The policies by name. A new one is a file in this folder and a line in ``_HOME``; it is then tested with all others.
+
+Nothing is imported before a policy is asked for, so this package costs nothing to import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcomm_integrations.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvcomm_integrations.reuse.policies.base import Policy
+
+_HOME = {
+    "aligned": "Aligned",
+    "cacheblend": "CacheBlend",
+    "full_share": "FullShare",
+    "kvcmas": "KVCMAS",
+    "kvcomm": "KVCOMM",
+    "ridge": "Ridge",
+}
+"""Policy name, which is also the name of its module, and its class."""
+
+POLICY_NAMES = tuple(_HOME)
+
+
+class PolicyTraits(NamedTuple):
+    """What a caller has to know of a policy without making one; see the class variables of ``Policy``."""
+
+    repairs: bool
+    rotates: bool
+    learns: bool
+
+
+def create_policy(name: str, **options: Any) -> Policy:
+    """Make a policy.
+
+    Args:
+        name: one of ``POLICY_NAMES``.
+        options: fields of the policy's dataclass.
+
+    Raises:
+        ConfigurationError: no such policy or option, or a value out of range.
+    """
+    policy = _load(name)
+    if policy is None:
+        raise ConfigurationError(f"policy {name!r} does not exist; choose one of {', '.join(POLICY_NAMES)}")
+    known = [field.name for field in fields(policy) if field.init]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            choices = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise ConfigurationError(f"policy {name!r} has no option {option!r}; {choices}")
+    return policy(**options)
+
+
+def policy_traits(name: str) -> PolicyTraits | None:
+    """The traits of a policy, or ``None`` if there is none of that name."""
+    policy = _load(name)
+    return None if policy is None else PolicyTraits(policy.repairs, policy.rotates, policy.learns)
+
+
+def _load(name: str) -> type[Policy] | None:
+    if name not in _HOME:
+        return None
+    return getattr(import_module(f"{__name__}.{name}"), _HOME[name])
