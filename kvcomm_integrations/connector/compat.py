@@ -1,0 +1,213 @@
+"""Every vLLM name that is not public API, in one place: a new vLLM release touches this file and no other.
+
+Written against vLLM 0.32 and 0.33. Importing it imports vLLM; only `connector` and `engines` may do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+__all__ = [
+    "CommonAttentionMetadata",
+    "BlockHasher",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
+    "Request",
+    "RequestStatus",
+    "SchedulerOutput",
+    "VllmConfig",
+    "attention_layers",
+    "block_hasher",
+    "cache_bytes_per_token",
+    "current_connector",
+    "hash_block_size",
+    "repair_refusal",
+    "rehash",
+    "run_virtual_batch",
+    "unsupported_reason",
+    "write_with_engine",
+]
+
+BlockHasher = Callable[[Request], list[Any]]
+"""Computes the hashes of a request's full blocks that have none yet."""
+
+
+def current_connector() -> KVConnectorBase_V1 | None:
+    """The worker's connector of this process, if there is one."""
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def unsupported_reason(config: VllmConfig, cache: KVCacheConfig) -> str | None:
+    """Why KV of this model cannot be reused, or ``None`` if it can.
+
+    Only full attention over one group of equal layers is understood; everything else is served densely.
+    """
+    model = config.model_config
+    if len(cache.kv_cache_groups) != 1:
+        return f"the model has {len(cache.kv_cache_groups)} KV-cache groups (hybrid attention); only one is supported"
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    if isinstance(spec, MLAAttentionSpec):
+        return "the model uses multi-head latent attention (MLA)"
+    if type(spec) is not FullAttentionSpec:
+        return f"the model's cache is of kind {type(spec).__name__}; only full attention is supported"
+    if spec.sliding_window is not None or getattr(spec, "attention_chunk_size", None) is not None:
+        return "the model uses sliding-window or chunked attention"
+    if getattr(model.hf_text_config, "sliding_window", None) and getattr(
+        model.hf_text_config, "use_sliding_window", True
+    ):
+        return f"the model uses a sliding window of {model.hf_text_config.sliding_window} tokens"
+    if config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        return f"the KV cache is quantised ({config.cache_config.cache_dtype})"
+    if config.speculative_config is not None:
+        return "speculative decoding is on"
+    parallel = config.parallel_config
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(
+        parallel, "prefill_context_parallel_size", 1
+    ) > 1:
+        return "context parallelism is on"
+    return None
+
+
+def hash_block_size(config: VllmConfig, cache: KVCacheConfig) -> int:
+    """Tokens that one entry of ``request.block_hashes`` stands for."""
+    size = getattr(config.cache_config, "hash_block_size", None)
+    return int(size or cache.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def cache_bytes_per_token(cache: KVCacheConfig) -> int:
+    """Bytes of one token's KV over all layers of one worker; 0 for models without a KV cache."""
+    total = 0
+    for group in cache.kv_cache_groups:
+        spec = group.kv_cache_spec
+        total += len(group.layer_names) * spec.page_size_bytes // spec.block_size
+    return total
+
+
+def block_hasher(request: Request) -> BlockHasher | None:
+    """What computes a request's block hashes; ``None`` where prefix caching is off."""
+    hasher: BlockHasher | None = request._block_hasher
+    return hasher
+
+
+def rehash(request: Request, keep: int, hasher: BlockHasher) -> None:
+    """Keep the first ``keep`` block hashes of a request and compute all later ones with ``hasher``, now and for good."""
+    request._block_hasher = hasher
+    del request.block_hashes[keep:]
+    request.update_block_hashes()
+
+
+def attention_layers(config: VllmConfig) -> dict[str, Any]:
+    """Attention layers of this worker by name (values are vLLM ``Attention`` modules)."""
+    return dict(config.compilation_config.static_forward_context)
+
+
+def write_with_engine(
+    layer: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write KV of ``slots`` through the attention backend's own operation.
+
+    Args:
+        layer: attention layer whose backend writes.
+        cache: the layer's paged cache.
+        keys: rotated keys ``(tokens, kv_heads, head_dim)``; ``values`` alike.
+        slots: ``(tokens,)`` int64, block number times block size plus offset.
+    """
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+
+
+def run_virtual_batch(
+    runner: Any,
+    *,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Iterable[int]],
+) -> None:
+    """One extra forward over rows of an own making, writing their KV into the paged cache.
+
+    Row ``i`` holds the query tokens ``query_starts[i]:query_starts[i + 1]`` of a sequence whose first ``seq_lens[i]``
+    tokens lie in ``block_tables[i]``. Every layer writes the KV of all rows before it attends, so rows that belong to
+    the same sequence see one another. Logits are not computed.
+
+    Args:
+        runner: the worker's model runner (first generation).
+        token_ids, positions, slots: ``(tokens,)`` int64, of all rows one after another.
+    """
+    config: VllmConfig = runner.vllm_config
+    device = runner.device
+    rows = len(seq_lens)
+    tokens = int(token_ids.numel())
+    tables = [list(table) for table in block_tables]
+    table = torch.zeros((rows, max(map(len, tables))), dtype=torch.int32)
+    for row, blocks in enumerate(tables):
+        table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    starts = torch.tensor(list(query_starts), dtype=torch.int32)
+    lens = torch.tensor(list(seq_lens), dtype=torch.int32)
+    group = runner.attn_groups[0][0]
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(device),
+        num_reqs=rows,
+        num_actual_tokens=tokens,
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_seq_len=int(lens.max()),
+        block_table_tensor=table.to(device),
+        slot_mapping=slots.to(device),
+        causal=True,
+        positions=positions.to(device),
+        seq_lens_cpu_upper_bound=lens,
+        is_prefilling=torch.ones(rows, dtype=torch.bool),
+    )
+    metadata = group.get_metadata_builder().build(0, common)
+    names = runner.kv_cache_config.kv_cache_groups[0].layer_names
+    with (
+        torch.inference_mode(),
+        set_forward_context(
+            dict.fromkeys(names, metadata),
+            config,
+            num_tokens=tokens,
+            slot_mapping=dict.fromkeys(names, common.slot_mapping),
+        ),
+    ):
+        runner.model(input_ids=token_ids.to(device), positions=positions.to(device))
+
+
+def repair_refusal(runner: Any) -> str | None:
+    """Why the repair pass cannot run on this model runner, or ``None`` if it can."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if runner is None:
+        return "the model runner was never attached"
+    if not isinstance(runner, GPUModelRunner):
+        return f"the model runner {type(runner).__module__}.{type(runner).__name__} is not known"
+    if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism is on"
+    if len(runner.attn_groups) != 1 or len(runner.attn_groups[0]) != 1:
+        return "the model has more than one attention group"
+    if runner.uses_mrope:
+        return "the model uses multimodal rotary positions"
+    return None

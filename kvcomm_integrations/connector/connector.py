@@ -1,0 +1,117 @@
+"""The class vLLM loads: passes each call on to the scheduler half or the worker half, and nothing more.
+
+Use it with ``KVTransferConfig(kv_connector="KVCommConnector", kv_role="kv_both",
+kv_connector_module_path="kvcomm_integrations.connector.connector", kv_connector_extra_config=<ReuseConfig>)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.compat import (
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+)
+from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
+from kvcomm_integrations.connector.scheduler import SchedulerHalf
+from kvcomm_integrations.connector.worker import WorkerHalf
+
+
+class KVCommConnector(KVConnectorBase_V1):
+    """vLLM KV connector that reuses segments across different prefixes."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        config = ReuseConfig.model_validate(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+        else:
+            self._worker = WorkerHalf(vllm_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is owed to anybody: a harvest that does not happen is a future dense prefill."""
+        return False
+
+    @property
+    def scheduler_half(self) -> SchedulerHalf:
+        """The half in the engine's process."""
+        assert self._scheduler is not None, "this is the worker half"
+        return self._scheduler
+
+    @property
+    def worker_half(self) -> WorkerHalf:
+        """The half in a worker process."""
+        assert self._worker is not None, "this is the scheduler half"
+        return self._worker
+
+    # ---- scheduler half --------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler_half.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_half.new(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler_half.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler_half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler_half.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.scheduler_half.acknowledge(report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_half.finished(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        self.scheduler_half.reset()
+        return True
+
+    # ---- worker half -----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_half.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker_half.load(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are finished before the forward starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Harvests happen once, after the forward."""
+
+    def wait_for_save(self) -> None:
+        self.worker_half.save(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self.worker_half.take_released() or None, None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_half.take_report()
+
+    def _step(self) -> StepMetadata:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMetadata)
+        return meta

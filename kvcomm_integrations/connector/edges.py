@@ -1,0 +1,50 @@
+"""What the scheduler half knows of each edge: examples, leverage of contents, and what the gate makes of it."""
+
+from __future__ import annotations
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.index import Entry
+from kvcomm_integrations.reuse.gate import EdgeHealth, GateDecision, decide
+from kvcomm_integrations.reuse.policies.base import Edge, Readiness
+
+
+class EdgeBook:
+    """Edges by policy, bounded to the ``limit`` most recently used.
+
+    Args:
+        config: thresholds and depths.
+        limit: most edges remembered.
+    """
+
+    def __init__(self, config: ReuseConfig, limit: int = 4096) -> None:
+        self._config = config
+        self._limit = limit
+        self._examples: dict[tuple[str, Edge], int] = {}
+        self._health: dict[tuple[str, Edge], EdgeHealth] = {}
+
+    def examples(self, policy: str, edge: Edge) -> int:
+        """Dense observations the workers have acknowledged."""
+        return self._examples.get((policy, edge), 0)
+
+    def learned(self, policy: str, edge: Edge, examples: int) -> None:
+        """Note the workers' count of examples; the least recently updated edge beyond the limit is forgotten."""
+        key = (policy, edge)
+        self._examples.pop(key, None)
+        self._examples[key] = examples
+        while len(self._examples) > self._limit:
+            oldest = next(iter(self._examples))
+            del self._examples[oldest]
+            self._health.pop(oldest, None)
+
+    def health(self, policy: str, edge: Edge) -> EdgeHealth:
+        """Audited divergence of an edge, made on first use."""
+        return self._health.setdefault((policy, edge), EdgeHealth())
+
+    def decide(self, policy: str, edge: Edge, entry: Entry, tokens: int) -> GateDecision:
+        """Whether a content may be loaded over an edge, and how deep its repair must be."""
+        examples = self.examples(policy, edge)
+        readiness = Readiness(examples, examples > 0, entry.leverage.get((policy, edge)))
+        return decide(readiness, self._config, tokens=tokens, health=self._health.get((policy, edge)))
+
+    def __len__(self) -> int:
+        return len(self._examples)

@@ -1,0 +1,55 @@
+"""The repair pass: one extra forward over scattered tokens of several requests, attending over KV that is there already.
+
+Each gap ``[start, end)`` becomes a row of its own: query length ``end - start``, sequence length ``end``, the request's
+own block table. Every layer writes the new KV of all rows before it attends, so later gaps see earlier ones. Where the
+known KV is exact, so is the result, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.connector.compat import run_virtual_batch
+from kvcomm_integrations.connector.paged import PagedCache
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Tokens ``[start, start + len(token_ids))`` of a sequence that are to be computed."""
+
+    blocks: tuple[int, ...]
+    start: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past the last token."""
+        return self.start + len(self.token_ids)
+
+
+def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> None:
+    """Compute all gaps in one forward and write their KV into the paged cache.
+
+    Args:
+        runner: the worker's model runner.
+        cache: the worker's paged cache.
+        gaps: non-empty gaps; those of one sequence must not overlap.
+    """
+    if not gaps:
+        return
+    ids = torch.tensor([token for gap in gaps for token in gap.token_ids], dtype=torch.int64)
+    spans = [torch.arange(gap.start, gap.end, dtype=torch.int64) for gap in gaps]
+    run_virtual_batch(
+        runner,
+        token_ids=ids,
+        positions=torch.cat(spans),
+        slots=torch.cat([cache.slots(gap.blocks, span) for gap, span in zip(gaps, spans, strict=True)]),
+        query_starts=[0, *accumulate(len(gap.token_ids) for gap in gaps)],
+        seq_lens=[gap.end for gap in gaps],
+        block_tables=[gap.blocks[: -(-gap.end // cache.block_size)] for gap in gaps],
+    )

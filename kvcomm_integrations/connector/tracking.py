@@ -1,0 +1,79 @@
+"""What the scheduler half remembers of one request while it lives. State only; decisions are in ``scheduler``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcomm_integrations.connector.compat import Request
+from kvcomm_integrations.connector.index import Entry
+from kvcomm_integrations.connector.isolation import HashGuard
+from kvcomm_integrations.connector.metadata import LoadResult
+from kvcomm_integrations.connector.plan import Candidate, Plan, describe
+from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
+
+
+@dataclass
+class Tracked:
+    """One live request.
+
+    ``plan`` is what was promised to vLLM; it counts as carried out only once ``result`` says so.
+    """
+
+    request: Request
+    params: KVCommParams
+    scope: str
+    policy: str
+    guard: HashGuard
+    refusal: str = ""
+    """Why this request runs densely whatever its contents; empty if it need not."""
+    candidates: list[Candidate] = field(default_factory=list)
+    plan: Plan | None = None
+    exact: int = 0
+    plan_ms: float = 0.0
+    reason: str = ""
+    admitted: bool = False
+    blocks: tuple[int, ...] = ()
+    result: LoadResult | None = None
+    harvests: list[tuple[Entry, int, int]] = field(default_factory=list)
+    """Promised references with their spans, to be copied when the prompt is complete."""
+    observes: list[tuple[Edge, int, int, int]] = field(default_factory=list)
+    """Edge, reference, first token and tokens of what can be learned once the prompt is complete."""
+    preemptions: int = 0
+    """Preemptions noticed so far."""
+    prompt_done: bool = False
+    first_wait: float | None = None
+    """Monotonic time of the first step spent waiting for another request's prefill."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    def report(self) -> RequestReport:
+        """What happened so far, counting only what was materialised."""
+        done = self.plan is not None and self.result is not None and not self.result.fault
+        plan = self.plan if self.plan is not None else Plan(self.exact, self.exact)
+        segments = describe(plan, self.prompt_tokens, self.candidates, materialised=done)
+        reason = self.reason
+        if self.plan is not None and self.result is not None and self.result.fault:
+            reason = f"computed densely after a fault: {self.result.fault}"
+        exact = min(plan.exact, self.prompt_tokens)
+        loaded = plan.loaded if done else 0
+        repaired = plan.repaired if done else 0
+        return RequestReport(
+            agent=self.params.agent,
+            session=self.params.session,
+            mode=Mode.AUTO if done else (self.params.mode if self.params.mode is not Mode.AUTO else Mode.DENSE),
+            policy=self.policy if done else "",
+            prompt_tokens=self.prompt_tokens,
+            exact=exact,
+            loaded=loaded,
+            repaired=repaired,
+            computed=self.prompt_tokens - exact - loaded - repaired,
+            plan_ms=round(self.plan_ms, 3),
+            load_ms=round(self.result.load_ms, 3) if self.result else 0.0,
+            repair_ms=round(self.result.repair_ms, 3) if self.result else 0.0,
+            reason=reason,
+            segments=segments,
+        )

@@ -1,0 +1,254 @@
+"""The worker half: moves tensors as ordered, and decides nothing.
+
+Per step: fill the external tokens of new requests (load, then repair), let vLLM's forward run, then learn, drop and
+harvest. Whatever goes wrong while filling ends in computing those tokens, never in leaving them as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.compat import VllmConfig, attention_layers, repair_refusal, write_with_engine
+from kvcomm_integrations.connector.metadata import (
+    HarvestJob,
+    LoadJob,
+    LoadResult,
+    LoadSpan,
+    ObserveJob,
+    StepMetadata,
+    WorkerReport,
+)
+from kvcomm_integrations.connector.paged import PagedCache, probe_layout
+from kvcomm_integrations.connector.repair import Gap, repair
+from kvcomm_integrations.errors import EngineError, UnsupportedModelError
+from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
+from kvcomm_integrations.reuse.references import Reference, ReferenceStore
+from kvcomm_integrations.reuse.rope import Rope
+
+logger = logging.getLogger(__name__)
+
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of re-rotated layer-0 keys, relative to their largest value, by cache dtype."""
+
+
+class WorkerHalf:
+    """References, learned corrections and the paged cache of one worker.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: our settings.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: ReuseConfig) -> None:
+        self.config = config
+        self._vllm_config = vllm_config
+        self.cache: PagedCache | None = None
+        self.rope: Rope | None = None
+        self.store = ReferenceStore(config.store_bytes)
+        self.policies: dict[str, Policy] = {}
+        self._runner: Any = None
+        self._attached = False
+        self.disabled = "" if config.enabled else "reuse is switched off"
+        self.verified = False
+        self._report = WorkerReport()
+        self._released: set[str] = set()
+        self.loaded_tokens = 0
+        """Tokens really written from references since the start."""
+        self.repaired_tokens = 0
+        """Tokens really computed by the repair pass since the start."""
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """vLLM has made its paged cache: find out its layout and the model's rotation."""
+        if self.disabled or not caches:
+            return
+        layers = attention_layers(self._vllm_config)
+        names = list(caches)
+        try:
+            layout = probe_layout(
+                [caches[name] for name in names],
+                lambda i, k, v, slots: write_with_engine(layers[names[i]], caches[names[i]], k, v, slots),
+            )
+            self.rope = Rope.from_hf_config(self._vllm_config.model_config.hf_text_config)
+            self.cache = PagedCache([caches[name] for name in names], layout)
+        except UnsupportedModelError as error:
+            self.disable(str(error))
+
+    def attach(self, runner: Any) -> str | None:
+        """Make the model runner known, which the repair pass needs; returns why that pass cannot run, if so."""
+        self._runner = runner
+        self._attached = True
+        refusal = repair_refusal(runner)
+        self._report.repair_known = True
+        self._report.repair_refusal = refusal
+        return refusal
+
+    def disable(self, reason: str) -> None:
+        """Stop reusing for good, with one clear error; the engine goes on serving densely."""
+        if not self.disabled:
+            logger.error("KV reuse is off: %s", reason)
+        self.disabled = reason
+        self._report.disabled = reason
+        self.store.clear()
+
+    # ---- before the forward ----------------------------------------------------------------------------------------
+
+    def load(self, meta: StepMetadata) -> None:
+        """Fill the external tokens of every request planned for this step."""
+        if not meta.loads:
+            return
+        timings: dict[str, tuple[float, str]] = {}
+        gaps: list[Gap] = []
+        for job in meta.loads:
+            started = time.perf_counter()
+            fault = ""
+            try:
+                self._load_spans(job)
+                self.loaded_tokens += sum(span.end - span.start for span in job.spans)
+                gaps.extend(_gaps(job, job.gaps))
+            except Exception as error:  # any fault here must end in computing the tokens
+                logger.exception("Loading for request %s failed; its tokens are computed", job.req_id)
+                fault = f"{type(error).__name__}: {error}"
+                gaps.extend(_gaps(job, ((job.exact, job.end),)))
+            timings[job.req_id] = ((time.perf_counter() - started) * 1e3, fault)
+        started = time.perf_counter()
+        if gaps:
+            if self._runner is None or self.cache is None:
+                raise EngineError("a plan needs the repair pass, but the model runner was never attached")
+            repair(self._runner, self.cache, gaps)
+            self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
+        repair_ms = (time.perf_counter() - started) * 1e3
+        for req_id, (load_ms, fault) in timings.items():
+            self._report.loads[req_id] = LoadResult(load_ms, repair_ms, fault)
+
+    def _load_spans(self, job: LoadJob) -> None:
+        assert self.cache is not None
+        policy = self._policy(job.policy)
+        for span in job.spans:
+            self.cache.write(job.blocks, span.start, self._estimate(policy, span))
+
+    def _estimate(self, policy: Policy, span: LoadSpan) -> KV:
+        """Corrected KV of a span with keys rotated to where they belong."""
+        assert self.rope is not None and self.cache is not None
+        reference = self.store.get(span.ref_id)
+        tokens = slice(span.offset, span.offset + span.end - span.start)
+        device = self.cache.device
+        part = KV(
+            reference.keys[:, :, tokens].to(device, non_blocking=True),
+            reference.values[:, :, tokens].to(device, non_blocking=True),
+        )
+        estimate = policy.correct(span.edge, part, span.offset)
+        first = span.start if policy.rotates else reference.position + span.offset
+        positions = torch.arange(first, first + span.end - span.start, device=device)
+        return KV(self.rope.rotate(estimate.keys, positions), estimate.values)
+
+    # ---- after the forward -----------------------------------------------------------------------------------------
+
+    def save(self, meta: StepMetadata) -> None:
+        """Learn, drop and harvest as ordered; none of it can harm the requests."""
+        for job in meta.observes:
+            self._observe(job)
+        for ref_id in meta.drops:
+            self.store.drop(ref_id)
+        for harvest in meta.harvests:
+            try:
+                self._harvest(harvest)
+            except Exception as error:  # a lost reference costs a dense prefill, nothing else
+                logger.exception("Harvest of %s failed", harvest.name)
+                self._report.failed[harvest.ref_id] = f"{type(error).__name__}: {error}"
+        self._released.update(meta.releases)
+
+    def _harvest(self, job: HarvestJob) -> None:
+        if self.cache is None or self.rope is None or self.disabled:
+            self._report.failed[job.ref_id] = self.disabled or "no paged cache"
+            return
+        if job.check_ids and not self.verified:
+            self._self_check(job)
+            if self.disabled:
+                self._report.failed[job.ref_id] = self.disabled
+                return
+        kv = self._read_unrotated(job.blocks, job.start, job.end)
+        reference = Reference(
+            ref_id=job.ref_id, keys=kv.keys, values=kv.values, position=job.start, source=job.source, dense=job.dense
+        )
+        self.store.put(reference)
+        self._report.stored[job.ref_id] = 1
+        self._rate(job, reference)
+
+    def _rate(self, job: HarvestJob, reference: Reference) -> None:
+        """How new the content is to every edge it may travel: computed now, so that the gate only looks it up."""
+        for name, policy in self.policies.items():
+            for edge in policy.edges():
+                if edge.source == job.source and edge.name == job.name:
+                    self._note_leverage(name, policy, edge, reference)
+
+    def _note_leverage(self, name: str, policy: Policy, edge: Edge, reference: Reference) -> None:
+        readiness = policy.ready(edge, KV(reference.keys, reference.values))
+        if readiness.leverage is not None:
+            self._report.leverage[(name, edge, reference.ref_id)] = readiness.leverage
+
+    def _observe(self, job: ObserveJob) -> None:
+        try:
+            reference = self.store.get(job.ref_id)
+            policy = self._policy(job.policy)
+            truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
+            policy.observe(job.edge, KV(reference.keys[:, :, : job.tokens], reference.values[:, :, : job.tokens]), truth)
+            self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
+        except Exception:  # a lost example costs some accuracy later, nothing else
+            logger.exception("Learning %s failed", job.edge)
+
+    def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
+        assert self.cache is not None and self.rope is not None
+        kv = self.cache.read(blocks, start, end)
+        positions = torch.arange(start, end, device=self.cache.device)
+        return KV(self.rope.unrotate(kv.keys, positions), kv.values)
+
+    def _self_check(self, job: HarvestJob) -> None:
+        """Invariant 3 on real keys: equal tokens have equal layer-0 keys once the rotation is undone."""
+        assert self.cache is not None and self.rope is not None
+        seen: dict[int, list[int]] = {}
+        for position, token in enumerate(job.check_ids):
+            seen.setdefault(token, []).append(position)
+        pairs = [(places[0], places[-1]) for places in seen.values() if places[-1] - places[0] >= 2]
+        if not pairs:
+            return
+        keys = self.cache.read(job.blocks, 0, len(job.check_ids), slice(0, 1)).keys
+        plain = self.rope.unrotate(keys, torch.arange(len(job.check_ids), device=self.cache.device)).float()
+        first = plain[:, :, [a for a, _ in pairs]]
+        second = plain[:, :, [b for _, b in pairs]]
+        worst = float((first - second).abs().max() / plain.abs().max().clamp_min(1e-12))
+        if worst > SELF_CHECK_TOLERANCE.get(self.cache.dtype, 1e-1):
+            self.disable(
+                f"the rotation self-check failed (relative difference {worst:.3g} between keys of equal tokens): "
+                "this model's rotary embedding is not the one its configuration names"
+            )
+            return
+        self.verified = True
+        self._report.verified = True
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def take_released(self) -> set[str]:
+        """Finished requests whose blocks vLLM may free now."""
+        released, self._released = self._released, set()
+        return released
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call, or ``None``."""
+        report, self._report = self._report, WorkerReport()
+        return None if report == WorkerReport() else report
+
+    def _policy(self, name: str) -> Policy:
+        if name not in self.policies:
+            options = self.config.policy_options if name == self.config.policy else {}
+            self.policies[name] = create_policy(name, **options)
+        return self.policies[name]
+
+
+def _gaps(job: LoadJob, spans: tuple[tuple[int, int], ...]) -> list[Gap]:
+    return [Gap(job.blocks, s, job.token_ids[s - job.exact : e - job.exact]) for s, e in spans if e > s]

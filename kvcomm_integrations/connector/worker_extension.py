@@ -1,0 +1,58 @@
+"""Methods vLLM mixes into its worker class (``worker_extension_cls``), so that ``collective_rpc`` can reach them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcomm_integrations.connector.compat import current_connector
+from kvcomm_integrations.connector.connector import KVCommConnector
+
+EXTENSION = f"{__name__}.KVCommWorkerExtension"
+"""What to give vLLM as ``worker_extension_cls``."""
+
+
+class KVCommWorkerExtension:
+    """Calls from outside into a worker's half of the connector."""
+
+    model_runner: Any
+    rank: int
+
+    def kvcomm_attach(self) -> str | None:
+        """Hand the model runner to the connector; returns why the repair pass cannot run, if so."""
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector):
+            return "this worker has no kvcomm connector"
+        return connector.worker_half.attach(self.model_runner)
+
+    def kvcomm_stats(self) -> dict[str, Any]:
+        """Sizes of what this worker holds, for tests and reports."""
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector):
+            return {}
+        half = connector.worker_half
+        return {
+            "references": len(half.store),
+            "store_bytes": half.store.used_bytes,
+            "policies": {name: policy.state_bytes() for name, policy in half.policies.items()},
+            "loaded_tokens": half.loaded_tokens,
+            "repaired_tokens": half.repaired_tokens,
+            "layout": half.cache.layout.value if half.cache else "",
+            "disabled": half.disabled,
+            "verified": half.verified,
+        }
+
+    def kvcomm_save_references(self, folder: str) -> int:
+        """Write every reference to ``folder`` as ``<rank>-<ref_id>.safetensors``; returns how many there are."""
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector):
+            return 0
+        from safetensors.torch import save_file
+
+        store = connector.worker_half.store
+        for reference in store:
+            save_file(
+                {"keys": reference.keys.contiguous(), "values": reference.values.contiguous()},
+                f"{folder}/{self.rank}-{reference.ref_id}.safetensors",
+                metadata={"source": reference.source, "position": str(reference.position)},
+            )
+        return len(store)

@@ -1,0 +1,251 @@
+"""The in-process engine: vLLM's ``AsyncLLM`` with our connector, started on first use, living in a loop thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.loop import LoopThread
+from kvcomm_integrations.engines.progress import engine_start_progress
+from kvcomm_integrations.engines.stats import SchedulerSnapshot, StatsKeeper
+from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
+from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, EngineError, KVCommError
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import RequestReport
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SHUTDOWN_S = 30.0
+"""How long vLLM's processes may take to end before they are killed, seconds."""
+
+
+class InProcessEngine(Engine):
+    """One vLLM engine in this process (its core and workers are subprocesses).
+
+    Args:
+        config: model, sizes and reuse settings.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._lock = threading.Lock()
+        self._loop: LoopThread | None = None
+        self._llm: AsyncLLM | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._closed = False
+        self._stats = StatsKeeper()
+        self.repair_refusal: str | None = None
+        """Why the repair pass cannot run, once the engine has started."""
+
+    @property
+    def closed(self) -> bool:
+        """``close`` has been called; the engine cannot be used again."""
+        return self._closed
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = ChatTokenizer.from_pretrained(self.config.model)
+            return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._started().vllm_config.model_config.max_model_len)
+
+    def start(self) -> None:
+        """Start the engine now rather than on first use. Idempotent.
+
+        Raises:
+            EngineError: it could not start; the message says why.
+        """
+        self._started()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        if self._llm is None:
+            import asyncio
+
+            await asyncio.to_thread(self._started)
+        loop = self._thread()
+        async with contextlib.aclosing(loop.stream(lambda: self._generate(request))) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
+        self._started()
+        yield from self._thread().stream_sync(lambda: self._generate(request))
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on every worker; returns one answer per worker."""
+        llm = self._started()
+        return list(self._thread().run(llm.collective_rpc(method, args=args)))
+
+    def reset_prefix_cache(self, *, references: bool = False) -> bool:
+        """Empty the exact prefix cache, and our references too if asked; returns whether it could be emptied."""
+        llm = self._started()
+        return bool(self._thread().run(llm.reset_prefix_cache(reset_connector=references)))
+
+    @property
+    def scheduler_snapshot(self) -> SchedulerSnapshot:
+        """vLLM's block usage and queue lengths after its latest step."""
+        return self._stats.latest
+
+    def free_blocks(self) -> int:
+        """Blocks of the paged cache that no request holds, after the latest step."""
+        total = int(self._started().vllm_config.cache_config.num_gpu_blocks)
+        return round(total * (1 - self._stats.latest.usage))
+
+    async def aclose(self) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            llm, loop, self._llm, self._loop = self._llm, self._loop, None, None
+        if loop is None:
+            return
+        if llm is not None:
+            loop.run(_shutdown(llm))
+        del llm
+        loop.stop()
+        gc.collect()  # vLLM's objects must go now: their finalisers fail once the interpreter shuts down
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    def _thread(self) -> LoopThread:
+        loop = self._loop
+        if self._closed or loop is None:
+            raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
+        return loop
+
+    def _started(self) -> AsyncLLM:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
+            if self._llm is None:
+                _refuse_in_spawned_child()
+                with engine_start_progress(self.config.model):
+                    require_vllm()
+                    self._loop = self._loop or LoopThread("kvcomm-engine")
+                    self._loop.run(self._start())
+            assert self._llm is not None
+            return self._llm
+
+    async def _start(self) -> None:
+        """Start vLLM. Keeps it in no local variable: some import below remembers this frame for good."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(engine_args(self.config), stat_loggers=[self._stats.factory])
+        except KVCommError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not start with model {self.config.model!r}: {error}") from error
+        refusals = await self._llm.collective_rpc("kvcomm_attach")
+        self.repair_refusal = next((r for r in refusals if r), None)
+
+    # ---- generate --------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._llm
+        if llm is None:
+            raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
+        limit = int(llm.vllm_config.model_config.max_model_len)
+        tokens = len(request.prompt.token_ids)
+        if tokens >= limit:
+            raise ContextOverflowError(
+                f"the prompt has {tokens} tokens; the model {self.config.model!r} takes fewer than {limit} "
+                "(max_model_len), answer included: shorten the conversation or raise max_model_len"
+            )
+        if tokens == 0:
+            raise EngineError("the prompt is empty")
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
+        params = sampling_params(request, limit)
+        request_id = request.request_id or f"kvcomm-{uuid.uuid4().hex}"
+        started = time.monotonic()
+        ttft: float | None = None
+        completion = 0
+        try:
+            async with contextlib.aclosing(llm.generate(prompt, params, request_id)) as outputs:
+                async for output in outputs:
+                    ttft = ttft if ttft is not None else (time.monotonic() - started) * 1e3
+                    delta = _delta(output, tokens, completion, ttft)
+                    completion += len(delta.token_ids)
+                    yield delta
+        except EngineDeadError as error:
+            self._forget_dead(llm)
+            raise EngineError(
+                f"the vLLM engine for {self.config.model!r} has died; see its log above. The next call starts it anew"
+            ) from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineError(f"vLLM refused request {request_id}: {error}") from error
+
+    def _forget_dead(self, llm: AsyncLLM) -> None:
+        with self._lock:
+            if self._llm is llm:
+                self._llm = None
+        with contextlib.suppress(Exception):
+            llm.shutdown()
+
+
+async def _shutdown(llm: AsyncLLM) -> None:
+    llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _delta(output: RequestOutput, prompt_tokens: int, completion_before: int, ttft_ms: float) -> Delta:
+    part = output.outputs[0]
+    ids = tuple(part.token_ids)
+    last = output.finished
+    return Delta(
+        text=part.text,
+        token_ids=ids,
+        logprobs=_logprobs(part.logprobs, ids),
+        finish_reason=part.finish_reason if last else None,
+        stop_reason=part.stop_reason if last else None,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_before + len(ids),
+        cached_tokens=output.num_cached_tokens or 0,
+        ttft_ms=ttft_ms if last else None,
+        report=RequestReport.from_transfer_params(output.kv_transfer_params) if last else None,
+    )
+
+
+def _logprobs(steps: Any, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+    if not steps:
+        return ()
+    result = []
+    for token, choices in zip(ids, steps, strict=False):
+        top = tuple(
+            (candidate, entry.decoded_token or "", entry.logprob)
+            for candidate, entry in sorted(choices.items(), key=lambda item: -item[1].logprob)
+        )
+        own = choices[token]
+        result.append(TokenLogprob(token, own.decoded_token or "", own.logprob, top))
+    return tuple(result)
+
+
+def _refuse_in_spawned_child() -> None:
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        main = getattr(sys.modules.get("__main__"), "__file__", "your script")
+        raise EngineError(
+            f"vLLM starts subprocesses that import {main} again: put the code that calls the model under "
+            'if __name__ == "__main__":'
+        )

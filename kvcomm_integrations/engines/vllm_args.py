@@ -1,0 +1,136 @@
+"""Translating our settings and requests into vLLM's public types. Imports vLLM only inside functions."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.base import GenerationRequest
+from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs, SamplingParams
+
+CPU_KV_CACHE_BYTES = 2 << 30
+"""Paged cache on a CPU where the user names no size, bytes."""
+
+SUPPORTED_VLLM = ((0, 32), (0, 34))
+"""First supported version, and the first that is not."""
+
+
+def require_vllm() -> str:
+    """Import vLLM quietly and check its version.
+
+    Returns:
+        the version.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigurationError: the version is not supported.
+    """
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"vLLM cannot be imported ({error}); install kvcomm-integrations[vllm] on a GPU machine or "
+            "kvcomm-integrations[cpu] on a CPU"
+        ) from error
+    numbers = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    low, high = SUPPORTED_VLLM
+    if not low <= numbers < high:
+        raise ConfigurationError(
+            f"vLLM {vllm.__version__} is not supported; install a version from {low[0]}.{low[1]} on and below "
+            f"{high[0]}.{high[1]}"
+        )
+    return str(vllm.__version__)
+
+
+def engine_args(config: EngineConfig) -> AsyncEngineArgs:
+    """vLLM's engine arguments for a configuration, with our connector and worker extension in place.
+
+    Raises:
+        ConfigurationError: ``engine_args`` names a field that vLLM does not have or that we set ourselves.
+    """
+    require_vllm()
+    from vllm import AsyncEngineArgs
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    kwargs: dict[str, Any] = {
+        "model": config.model,
+        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+    }
+    optional = {
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+    }
+    kwargs.update({name: value for name, value in optional.items() if value is not None})
+    kwargs["kv_transfer_config"] = KVTransferConfig(
+        kv_connector="KVCommConnector",
+        kv_connector_module_path="kvcomm_integrations.connector.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=config.reuse.model_dump(mode="json"),
+    )
+    kwargs["worker_extension_cls"] = "kvcomm_integrations.connector.worker_extension.KVCommWorkerExtension"
+    clash = sorted({"kv_transfer_config", "worker_extension_cls", "model"} & set(config.engine_args))
+    if clash:
+        raise ConfigurationError(f"engine_args must not set {', '.join(clash)}: kvcomm sets them itself")
+    kwargs.update(config.engine_args)
+    try:
+        return AsyncEngineArgs(**kwargs)
+    except TypeError as error:
+        raise ConfigurationError(f"engine_args holds a name that vLLM does not know: {error}") from error
+
+
+def sampling_params(request: GenerationRequest, max_model_len: int) -> SamplingParams:
+    """vLLM's sampling parameters for a request, with our wire parameters inside.
+
+    Raises:
+        ConfigurationError: vLLM refuses a value.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    options = request.sampling
+    kwargs: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "logit_bias", "logprobs",
+        )
+        if (value := getattr(options, name)) is not None
+    }  # fmt: skip
+    room = max_model_len - len(request.prompt.token_ids)
+    kwargs["max_tokens"] = room if options.max_tokens is None else min(options.max_tokens, room)
+    if options.stop:
+        kwargs["stop"] = list(options.stop)
+    if options.stop_token_ids:
+        kwargs["stop_token_ids"] = list(options.stop_token_ids)
+    if options.structured_output is not None:
+        kwargs["structured_outputs"] = StructuredOutputsParams(**options.structured_output)
+    extra = dict(options.extra_args)
+    extra["kv_transfer_params"] = request.params.to_transfer_params()
+    try:
+        return SamplingParams(
+            **kwargs,
+            ignore_eos=options.ignore_eos,
+            min_tokens=options.min_tokens,
+            skip_special_tokens=options.skip_special_tokens,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"vLLM refuses the sampling options: {error}") from error

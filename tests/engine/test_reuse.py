@@ -1,0 +1,91 @@
+"""What is promised about one reused request: what is loaded, what is exact, and that nothing approximate leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcomm_integrations.wire import Mode
+from tests.engine.helpers import END, QUESTIONS, Client, system
+
+pytestmark = pytest.mark.engine
+
+
+def test_second_agent_loads_what_the_first_has_seen(client: Client, session: str) -> None:
+    question = client.encode(QUESTIONS[0] + " " + QUESTIONS[1])
+    first = client.ask(client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session)
+    assert first.report.loaded == 0
+    prompt = client.prompt(
+        system("solver"), ("user_question", question), "\nPlan:\n", ("agent:p:response", first.content), END
+    )
+    second = client.ask(prompt, agent="s", session=session)
+    by_name = {s.name: s for s in second.report.segments}
+    assert by_name["user_question"].loaded >= len(question) // 2
+    assert by_name["user_question"].source == "p"
+
+
+def test_reported_tokens_add_up_and_were_materialised(client: Client, session: str) -> None:
+    question = client.encode(QUESTIONS[1] + " " + QUESTIONS[2])
+    client.ask(client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session)
+    before = client.engine.call_workers("kvcomm_stats")[0]["loaded_tokens"]
+    answer = client.ask(
+        client.prompt(system("critic"), ("user_question", question), END), agent="c", session=session
+    )
+    report = answer.report
+    assert report.exact + report.loaded + report.repaired + report.computed == report.prompt_tokens
+    for field in ("exact", "loaded", "repaired", "computed"):
+        assert sum(getattr(s, field) for s in report.segments) == getattr(report, field)
+    after = client.engine.call_workers("kvcomm_stats")[0]["loaded_tokens"]
+    assert after - before == report.loaded > 0
+    assert answer.last.cached_tokens == report.exact + report.loaded + report.repaired
+
+
+def test_dense_mode_equals_the_engine_without_reuse(client: Client, session: str) -> None:
+    """Invariant 1, token for token: a request that plans no reuse, before and after reuse has happened."""
+    question = client.encode(QUESTIONS[2])
+    prompt = client.prompt(system("planner"), ("user_question", question), END)
+    plain = client.ask(prompt, agent="x", session=session, mode=Mode.DENSE, salt=session + "1")
+    client.ask(prompt, agent="p", session=session)
+    client.ask(client.prompt(system("critic"), ("user_question", question), END), agent="c", session=session)
+    again = client.ask(prompt, agent="x", session=session, mode=Mode.DENSE, salt=session + "2")
+    assert plain.ids == again.ids
+    assert plain.report.loaded == again.report.loaded == 0
+
+
+def test_approximate_kv_never_enters_the_exact_prefix_cache(client: Client, session: str) -> None:
+    """Invariant 2: approximate, then plain for the same tokens, then plain for a prompt that extends the answer."""
+    question = client.encode(" ".join(QUESTIONS))
+    prompt = client.prompt(system("solver"), ("user_question", question), END)
+    dense = client.ask(prompt, agent="d", session=session, mode=Mode.DENSE, salt=session, tokens=40)
+    client.ask(client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session)
+    approximate = client.ask(prompt, agent="s", session=session, tokens=40)
+    assert approximate.report.loaded > 128
+    plain = client.ask(prompt, agent="d", session=session, mode=Mode.DENSE, tokens=40)
+    assert plain.ids == dense.ids
+    assert plain.report.exact % 128 == 0
+    extended = client.prompt(
+        system("solver"), ("user_question", question), END, ("agent:s:response", approximate.content), "\nAnd why?" + END
+    )
+    longer = client.ask(extended, agent="d", session=session, mode=Mode.DENSE, tokens=24)
+    truth = client.ask(extended, agent="d", session=session, mode=Mode.DENSE, tokens=24, salt=session + "truth")
+    assert longer.ids == truth.ids
+
+
+def test_loading_into_the_context_it_came_from_is_exact(client: Client, session: str) -> None:
+    """Invariant 4: same prompt, other cache salt for the exact cache, so that everything is loaded back."""
+    question = client.encode(QUESTIONS[0] + " " + QUESTIONS[1])
+    prompt = client.prompt(system("writer"), ("user_question", question), END)
+    dense = client.ask(prompt, agent="w", session=session, tokens=24)
+    loaded = client.ask(prompt, agent="w", session=session, tokens=24)
+    assert loaded.report.loaded > 0
+    assert loaded.ids == dense.ids
+
+
+def test_sessions_do_not_share(client: Client, session: str) -> None:
+    question = client.encode(QUESTIONS[0] + " " + QUESTIONS[2])
+    first = client.prompt(system("planner"), ("user_question", question), END)
+    second = client.prompt(system("solver"), ("user_question", question), END)
+    client.ask(first, agent="p", session=session + "a")
+    other = client.ask(second, agent="s", session=session + "b")
+    same = client.ask(second, agent="s", session=session + "a", salt=None)
+    assert other.report.loaded == 0
+    assert same.report.loaded > 0
