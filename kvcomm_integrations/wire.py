@@ -81,7 +81,9 @@ class KVCommParams(BaseModel):
         end = 0
         for seg in self.segments:
             if seg.start < end:
-                raise ValueError(f"segment {seg.name!r} [{seg.start}, {seg.end}) overlaps the one before it (ends {end})")
+                raise ValueError(
+                    f"segment {seg.name!r} [{seg.start}, {seg.end}) overlaps the one before it (ends {end})"
+                )
             end = seg.end
         return self
 

@@ -82,9 +82,10 @@ def unsupported_reason(config: VllmConfig, cache: KVCacheConfig) -> str | None:
     if config.speculative_config is not None:
         return "speculative decoding is on"
     parallel = config.parallel_config
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(
-        parallel, "prefill_context_parallel_size", 1
-    ) > 1:
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
         return "context parallelism is on"
     return None
 

@@ -74,7 +74,8 @@ class WorkerHalf:
                 [caches[name] for name in names],
                 lambda i, k, v, slots: write_with_engine(layers[names[i]], caches[names[i]], k, v, slots),
             )
-            self.rope = Rope.from_hf_config(self._vllm_config.model_config.hf_text_config)
+            model = self._vllm_config.model_config
+            self.rope = Rope.from_hf_config(model.hf_text_config, table_dtype=model.dtype)
             self.cache = PagedCache([caches[name] for name in names], layout)
         except UnsupportedModelError as error:
             self.disable(str(error))
@@ -197,7 +198,9 @@ class WorkerHalf:
             reference = self.store.get(job.ref_id)
             policy = self._policy(job.policy)
             truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
-            policy.observe(job.edge, KV(reference.keys[:, :, : job.tokens], reference.values[:, :, : job.tokens]), truth)
+            policy.observe(
+                job.edge, KV(reference.keys[:, :, : job.tokens], reference.values[:, :, : job.tokens]), truth
+            )
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning %s failed", job.edge)

@@ -32,7 +32,7 @@ class KVCommWorkerExtension:
         half = connector.worker_half
         return {
             "references": len(half.store),
-            "store_bytes": half.store.used_bytes,
+            "store_bytes": half.store.nbytes,
             "policies": {name: policy.state_bytes() for name, policy in half.policies.items()},
             "loaded_tokens": half.loaded_tokens,
             "repaired_tokens": half.repaired_tokens,
@@ -49,7 +49,7 @@ class KVCommWorkerExtension:
         from safetensors.torch import save_file
 
         store = connector.worker_half.store
-        for reference in store:
+        for reference in map(store.get, store):
             save_file(
                 {"keys": reference.keys.contiguous(), "values": reference.values.contiguous()},
                 f"{folder}/{self.rank}-{reference.ref_id}.safetensors",

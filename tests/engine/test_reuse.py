@@ -27,9 +27,7 @@ def test_reported_tokens_add_up_and_were_materialised(client: Client, session: s
     question = client.encode(QUESTIONS[1] + " " + QUESTIONS[2])
     client.ask(client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session)
     before = client.engine.call_workers("kvcomm_stats")[0]["loaded_tokens"]
-    answer = client.ask(
-        client.prompt(system("critic"), ("user_question", question), END), agent="c", session=session
-    )
+    answer = client.ask(client.prompt(system("critic"), ("user_question", question), END), agent="c", session=session)
     report = answer.report
     assert report.exact + report.loaded + report.repaired + report.computed == report.prompt_tokens
     for field in ("exact", "loaded", "repaired", "computed"):
@@ -63,7 +61,11 @@ def test_approximate_kv_never_enters_the_exact_prefix_cache(client: Client, sess
     assert plain.ids == dense.ids
     assert plain.report.exact % 128 == 0
     extended = client.prompt(
-        system("solver"), ("user_question", question), END, ("agent:s:response", approximate.content), "\nAnd why?" + END
+        system("solver"),
+        ("user_question", question),
+        END,
+        ("agent:s:response", approximate.content),
+        "\nAnd why?" + END,
     )
     longer = client.ask(extended, agent="d", session=session, mode=Mode.DENSE, tokens=24)
     truth = client.ask(extended, agent="d", session=session, mode=Mode.DENSE, tokens=24, salt=session + "truth")
