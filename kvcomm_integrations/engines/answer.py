@@ -55,11 +55,10 @@ class AnswerCollector:
         """Take one delta and yield the pieces that are certain by now."""
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
-        pieces = self._parser.feed(delta.text, delta.token_ids)
-        if delta.finish_reason is not None:
+        ended = delta.finish_reason is not None
+        if ended:
             self._end = delta
-            pieces = [*pieces, *self._parser.finish()]
-        for piece in pieces:
+        for piece in self._parser.feed(delta.text, delta.token_ids, last=ended):
             self._note(piece)
             yield piece
 

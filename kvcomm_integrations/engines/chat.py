@@ -11,19 +11,19 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
-from dataclasses import dataclass, replace
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from kvcomm_integrations.config import Isolation
 from kvcomm_integrations.engines.answer import AnswerCollector
 from kvcomm_integrations.engines.base import Engine, GenerationRequest, SamplingOptions
-from kvcomm_integrations.engines.bridge import SyncStream
-from kvcomm_integrations.engines.hermes import HermesCodec
+from kvcomm_integrations.engines.codecs import codec_for
+from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineClosedError, EngineError
-from kvcomm_integrations.prompts.builder import BuiltPrompt, PromptBuilder
+from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.contents import ContentRegistry, response_name
 from kvcomm_integrations.prompts.messages import ChatMessage, arrange
 from kvcomm_integrations.wire import Mode
@@ -39,6 +39,7 @@ class PreparedChat:
 
     request: GenerationRequest
     tools: ToolUse
+    codec: ToolCodec
     constrained: bool
     """The answer follows a JSON constraint the caller asked for."""
 
@@ -64,7 +65,7 @@ class ChatRuntime:
         self, engine: Engine, *, codec: ToolCodec | None = None, registry: ContentRegistry | None = None
     ) -> None:
         self.engine = engine
-        self.codec = codec or HermesCodec()
+        self._codec = codec
         self._registry = registry
         self._builder: PromptBuilder | None = None
         self._lock = threading.Lock()
@@ -75,6 +76,13 @@ class ChatRuntime:
         self.builder  # noqa: B018 - makes both
         assert self._registry is not None
         return self._registry
+
+    @property
+    def codec(self) -> ToolCodec:
+        """How the model writes tool calls and reasoning, told by its chat template."""
+        if self._codec is None:
+            self._codec = codec_for(self.engine.tokenizer)
+        return self._codec
 
     @property
     def builder(self) -> PromptBuilder:
@@ -103,6 +111,7 @@ class ChatRuntime:
         tool_choice: str | bool | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         strict: bool | None = None,
+        codec: ToolCodec | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         mode: Mode = Mode.AUTO,
         policy: str | None = None,
@@ -119,6 +128,7 @@ class ChatRuntime:
             tool_choice: Any form that ``codec.tool_use`` takes.
             parallel_tool_calls: Allow more than one call in one answer.
             strict: Force tool arguments to follow their schema.
+            codec: How the model writes tool calls and reasoning; ``None``: the runtime's.
             template_kwargs: More variables for the chat template (``enable_thinking``, ...).
             mode: How the request is treated by reuse.
             policy: Correction policy for this request; ``None``: the engine's.
@@ -131,11 +141,19 @@ class ChatRuntime:
         if not messages:
             raise ConfigurationError("a chat needs at least one message; got none")
         use = tool_use(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
-        built = self._build(messages, registry_session(tenant, session), agent, use, template_kwargs)
+        codec, tokenizer = codec or self.codec, self.engine.tokenizer
+        shown, shown_tools = codec.encode(tokenizer, messages, use)
+        prompt = self.builder.build(
+            shown,
+            session=registry_session(tenant, session),
+            agent=agent,
+            tools=shown_tools,
+            template_kwargs=dict(template_kwargs or {}),
+        ).prompt
         sampling = sampling or SamplingOptions()
         constrained = sampling.structured_output is not None
-        sampling = replace(sampling, structured_output=self.codec.constraint(use, sampling.structured_output))
-        prompt, limit = built.prompt, self.engine.max_model_len
+        sampling = codec.adjust(tokenizer, use, sampling)
+        limit = self.engine.max_model_len
         if len(prompt.token_ids) >= limit:
             raise ContextOverflowError(
                 f"the prompt has {len(prompt.token_ids)} tokens, but the model's context holds {limit} with at least "
@@ -151,7 +169,7 @@ class ChatRuntime:
         )
         salt = None if self.engine.config.reuse.isolation is Isolation.GLOBAL else tenant_salt(tenant)
         request = GenerationRequest(prompt=prompt, params=params, sampling=sampling, cache_salt=salt)
-        return PreparedChat(request=request, tools=use, constrained=constrained)
+        return PreparedChat(request=request, tools=use, codec=codec, constrained=constrained)
 
     async def aprepare(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedChat:
         """``prepare`` in a thread: an event loop must not wait for a tokenizer or a starting engine."""
@@ -216,8 +234,11 @@ class ChatRuntime:
         """``stream`` for callers without an event loop."""
         if timeout is not None:
             # Only a task can be interrupted while it waits, so a time limit needs a loop.
-            with closing(iter(SyncStream(lambda: self.stream(chat, timeout=timeout, retries=retries)))) as pieces:
-                yield from pieces
+            loop = LoopThread("kvcomm-timeout")
+            try:
+                yield from loop.stream_sync(lambda: self.stream(chat, timeout=timeout, retries=retries))
+            finally:
+                loop.stop()
             return
         for attempt in range(retries + 1):
             begun = False
@@ -260,25 +281,12 @@ class ChatRuntime:
         )
         return len(tokenizer.encode(text, allow_special=True))
 
-    def _build(
-        self,
-        messages: Sequence[ChatMessage],
-        session: str,
-        agent: str,
-        use: ToolUse,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> BuiltPrompt:
-        builder = self.builder
-        shown, shown_tools = self.codec.encode(self.engine.tokenizer, messages, use)
-        return builder.build(
-            shown, session=session, agent=agent, tools=shown_tools, template_kwargs=dict(template_kwargs or {})
-        )
-
     def _collector(self, chat: PreparedChat) -> AnswerCollector:
-        parser = self.codec.parser(chat.tools, prompt_text=chat.request.prompt.text[-64:], constrained=chat.constrained)
+        prompt, tokenizer = chat.request.prompt, self.engine.tokenizer
+        parser = chat.codec.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
         params = chat.request.params
         return AnswerCollector(
-            self.engine.tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session)
+            tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session)
         )
 
 

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.engines.pieces import AnswerPiece, ReasoningPiece, TextPiece, ToolCallPiece
 from kvcomm_integrations.engines.template_probe import template_abilities
 from kvcomm_integrations.engines.tool_codec import AnswerParser, ToolCodec, ToolUse
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -54,8 +56,18 @@ class HermesCodec(ToolCodec):
             return shown, list(use.tools)
         return _with_instruction(shown, use.tools), None
 
+    def adjust(self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions) -> SamplingOptions:
+        """See ``ToolCodec.adjust``."""
+        tags = [THINK_OPEN, THINK_CLOSE, *((CALL_OPEN, CALL_CLOSE) if use.tools else ())]
+        hidden = any(tag in tokenizer.codec.control for tag in tags)
+        return replace(
+            sampling,
+            structured_output=self.constraint(use, sampling.structured_output),
+            skip_special_tokens=sampling.skip_special_tokens and not hidden,
+        )
+
     def constraint(self, use: ToolUse, answer: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """A structural tag that keeps the model's own form while forcing names and arguments."""
+        """A structural tag that forces names and arguments in the model's own form; ``None``: anything goes."""
         if not use.tools:
             return answer
         if answer is None and not (use.required or use.strict):
@@ -78,9 +90,11 @@ class HermesCodec(ToolCodec):
             return _structural({"type": "or", "elements": [calls, _answer_format(answer)]})
         return _structural({"type": "triggered_tags", "triggers": [CALL_OPEN], "tags": tags})
 
-    def parser(self, use: ToolUse, *, prompt_text: str, constrained: bool) -> HermesParser:
+    def parser(
+        self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
+    ) -> HermesParser:
         """See ``ToolCodec.parser``."""
-        thinking = prompt_text.rstrip().endswith(THINK_OPEN)
+        thinking = prompt.text[-64:].rstrip().endswith(THINK_OPEN)
         return HermesParser(calls=bool(use.tools), parallel=use.parallel, thinking=thinking, constrained=constrained)
 
 
@@ -163,18 +177,11 @@ class HermesParser(AnswerParser):
         self._said_text = False
         self._space = ""
 
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[AnswerPiece]:
+    def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerPiece]:
         """See ``AnswerParser.feed``."""
         self._buffer += text
-        return self._run(final=False)
-
-    def finish(self) -> list[AnswerPiece]:
-        """See ``AnswerParser.finish``."""
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
-        while self._state(pieces, final):
+        while self._state(pieces, last):
             pass
         return pieces
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.engines.pieces import AnswerPiece
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
@@ -104,16 +106,18 @@ class AnswerParser(ABC):
     """Splits one growing answer into pieces. One instance per answer."""
 
     @abstractmethod
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[AnswerPiece]:
-        """Take the next generated text and return the pieces that are certain by now."""
+    def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerPiece]:
+        """The pieces that are certain once this text has come.
 
-    @abstractmethod
-    def finish(self) -> list[AnswerPiece]:
-        """The pieces still held back when the answer ended."""
+        Args:
+            text: What was generated since the last call; may be empty.
+            token_ids: The ids it came from.
+            last: Nothing will follow; whatever is held back comes out now.
+        """
 
 
 class ToolCodec(ABC):
-    """How one model family is told of tools and how it calls them."""
+    """How one model family is told of tools and how it calls them. Stateless; shared by all requests."""
 
     @abstractmethod
     def encode(
@@ -121,27 +125,26 @@ class ToolCodec(ABC):
     ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
         """The messages and tools to hand to the chat template.
 
-        A template that cannot show tools or earlier calls gets them as text inside the messages.
+        A template that cannot show tools or earlier calls may get them as text inside the messages.
         """
 
     @abstractmethod
-    def constraint(self, use: ToolUse, answer: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """The structured-output constraint for a request; ``None`` if anything may be said.
-
-        Args:
-            use: The tools of the request.
-            answer: The constraint the caller asked for. Where tools may be called as well, either is allowed.
+    def adjust(self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions) -> SamplingOptions:
+        """Sampling that enforces ``use``; with a structured output and optional tools, either may come.
 
         Raises:
             ConfigurationError: the two cannot be combined.
         """
 
     @abstractmethod
-    def parser(self, use: ToolUse, *, prompt_text: str, constrained: bool) -> AnswerParser:
+    def parser(
+        self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
+    ) -> AnswerParser:
         """A parser for one answer.
 
         Args:
+            tokenizer: The model's.
             use: The tools of the request.
-            prompt_text: The rendered prompt; it may have opened a thinking block.
-            constrained: The text follows a JSON constraint, so a thinking block need not be closed.
+            prompt: The rendered prompt; it may have opened a thinking block.
+            constrained: The caller asked for a structured output, so a thinking block need not be closed.
         """

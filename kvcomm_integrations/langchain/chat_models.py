@@ -25,9 +25,10 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 from kvcomm_integrations.config import EngineConfig, ReuseConfig, Tokenization
 from kvcomm_integrations.engines.base import Engine
 from kvcomm_integrations.engines.chat import DEFAULT_TENANT, ChatRuntime, runtime_for
+from kvcomm_integrations.engines.codecs import named_codec
 from kvcomm_integrations.engines.pieces import LastPiece, Piece
 from kvcomm_integrations.engines.shared import get_engine
-from kvcomm_integrations.engines.tool_codec import tool_use
+from kvcomm_integrations.engines.tool_codec import ToolCodec, tool_use
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_chunk
@@ -139,6 +140,11 @@ class ChatKVComm(BaseChatModel):
     """More of vLLM's ``AsyncEngineArgs``."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the chat template, such as ``enable_thinking``."""
+
+    tool_parser: str | None = None
+    """How the model writes tool calls, by the name of vLLM's parser; ``None``: told by its chat template."""
+    reasoning_parser: str | None = None
+    """How the model writes its thinking, by the name of vLLM's parser; ``None``: told by its chat template."""
 
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """An engine to use in place of the shared one, for tests and for engines made by hand."""
@@ -262,6 +268,7 @@ class ChatKVComm(BaseChatModel):
             "tool_choice": options.tool_choice,
             "parallel_tool_calls": options.parallel_tool_calls,
             "strict": options.strict,
+            "codec": self._codec(),
             "template_kwargs": options.template_kwargs,
             "mode": options.mode,
             "policy": options.policy,
@@ -272,6 +279,11 @@ class ChatKVComm(BaseChatModel):
     def _options(self) -> dict[str, Any]:
         names = ("stop", "logprobs", "timeout", "agent", "session", "tenant", "mode", "policy", "chat_template_kwargs")
         return {name: getattr(self, name) for name in (*SAMPLING_FIELDS, *names)}
+
+    def _codec(self) -> ToolCodec | None:
+        if self.tool_parser or self.reasoning_parser:
+            return named_codec(self.tool_parser, self.reasoning_parser)
+        return None
 
     def _note(self, piece: Piece) -> None:
         if isinstance(piece, LastPiece):
@@ -406,8 +418,9 @@ class ChatKVComm(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         names = (
-            "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "tenant", "mode", "policy", "dtype", "max_model_len",
-            "block_size", "tokenization", "chat_template_kwargs", "engine_args",
+            "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "tenant", "mode", "policy", "dtype",
+            "max_model_len", "block_size", "tokenization", "chat_template_kwargs", "engine_args",
+            "tool_parser", "reasoning_parser",
         )  # fmt: skip
         return {**{name: getattr(self, name) for name in names}, "reuse": self.reuse.model_dump(mode="json")}
 

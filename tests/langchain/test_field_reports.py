@@ -95,10 +95,10 @@ def test_incoming_reasoning_reaches_the_template(make_tools):
 async def test_a_stream_is_many_pieces(make):
     """stream returned one block."""
     model = make("one two three four five six seven eight nine ten")
-    assert len([c for c in model.stream("q") if c.content]) > 5
-    assert len([c async for c in model.astream("q") if c.content]) > 5
+    assert len([c for c in model.stream("q") if c.content]) >= 5
+    assert len([c async for c in model.astream("q") if c.content]) >= 5
     pieces = list(one_node_graph(model).stream({"messages": [HumanMessage("q")]}, stream_mode="messages"))
-    assert len([c for c, _ in pieces if c.content]) > 5
+    assert len([c for c, _ in pieces if c.content]) >= 5
 
 
 @pytest.mark.parametrize("strategy", [ProviderStrategy, ToolStrategy])

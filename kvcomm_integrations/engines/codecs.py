@@ -1,0 +1,51 @@
+"""Which codec a model needs: told by marks in its chat template, or named by the user."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kvcomm_integrations.engines.hermes import HermesCodec
+from kvcomm_integrations.engines.tool_codec import ToolCodec
+from kvcomm_integrations.engines.vllm_codec import VllmCodec
+from kvcomm_integrations.errors import UnsupportedModelError
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+_MARKS: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
+    (("<arg_key>", "<arg_value>"), "glm45", "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder", None),
+    (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2", None),
+    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
+    (("<｜tool▁calls▁begin｜>", "```json", "<think>"), "deepseek_v3", "deepseek_r1"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3", None),
+    (("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"), "deepseek_v31", None),
+    (("[TOOL_CALLS]",), "mistral", None),
+    (("<|python_tag|>",), "llama3_json", None),
+    (("functools[",), "phi4_mini_json", None),
+    (("<|tool_call|>", "<|start_of_role|>"), "granite", None),
+    (("<|action_start|>",), "internlm", None),
+)
+"""Marks that must all stand in a chat template, and vLLM's parsers for that family; first match counts."""
+
+
+def codec_for(tokenizer: ChatTokenizer) -> ToolCodec:
+    """The codec for a model: Hermes unless its chat template speaks another family's language.
+
+    Raises:
+        UnsupportedModelError: the family's answers cannot be read.
+    """
+    template = str(tokenizer.hf.chat_template)
+    if "<|channel|>" in template and "<|message|>" in template:
+        raise UnsupportedModelError(
+            f"{tokenizer.source!r} speaks the Harmony format, whose channels are not read yet; use another model family"
+        )
+    for marks, tool_parser, reasoning_parser in _MARKS:
+        if all(mark in template for mark in marks):
+            return named_codec(tool_parser, reasoning_parser)
+    return HermesCodec()
+
+
+@lru_cache(maxsize=32)
+def named_codec(tool_parser: str | None, reasoning_parser: str | None) -> ToolCodec:
+    """A codec over vLLM's parsers of these names, as ``--tool-call-parser`` and ``--reasoning-parser`` take them."""
+    return VllmCodec(tool_parser, reasoning_parser)

@@ -1,0 +1,170 @@
+"""vLLM's parsers behind the codec interface: calls and thinking of other families."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvcomm_integrations.engines.base import SamplingOptions
+from kvcomm_integrations.engines.codecs import codec_for, named_codec
+from kvcomm_integrations.engines.hermes import HermesCodec
+from kvcomm_integrations.engines.pieces import ReasoningPiece, TextPiece, ToolCallPiece
+from kvcomm_integrations.engines.tool_codec import ToolUse, tool_use
+from kvcomm_integrations.engines.vllm_codec import VllmCodec
+from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+pytest.importorskip("vllm")
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+def tokenizer_of(template: str = "{{ messages }}") -> ChatTokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>"), AddedToken("<|python_tag|>")])
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+    return ChatTokenizer(hf, source="bytes")
+
+
+TOKENIZER = tokenizer_of()
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}]
+
+
+def read(codec: Any, text: str, use: ToolUse, size: int, prompt: str = "q") -> tuple[str, str, list[tuple[str, Any]]]:
+    """Text, reasoning and calls of an answer that comes in deltas of ``size`` tokens."""
+    ids = TOKENIZER.encode(prompt, allow_special=True)
+    parser = codec.parser(TOKENIZER, use, SegmentedPrompt(tuple(ids), (), prompt), constrained=False)
+    answer = TOKENIZER.encode(text, allow_special=True)
+    pieces = []
+    sent = ""
+    for start in range(0, len(answer), size):
+        part = answer[start : start + size]
+        whole = TOKENIZER.decode(answer[: start + size], skip_special=False)
+        pieces += parser.feed(whole[len(sent) :], part, last=start + size >= len(answer))
+        sent = whole
+    calls: dict[int, list[str]] = {}
+    for piece in pieces:
+        if isinstance(piece, ToolCallPiece):
+            entry = calls.setdefault(piece.index, ["", ""])
+            entry[0] += piece.name or ""
+            entry[1] += piece.arguments
+            assert (piece.id is None) == (piece.name is None)
+    return (
+        "".join(p.text for p in pieces if isinstance(p, TextPiece)),
+        "".join(p.text for p in pieces if isinstance(p, ReasoningPiece)),
+        [(name, json.loads(arguments or "{}")) for name, arguments in calls.values()],
+    )
+
+
+CASES = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Paris"}}',
+    "pythonic": '[weather(city="Paris")]',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_calls_are_read_as_they_stream(name, size):
+    text, _, calls = read(named_codec(name, None), CASES[name], tool_use(TOOLS), size)
+    assert calls == [("weather", {"city": "Paris"})]
+    assert text.strip() == ""
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_text_without_calls_stays_text(name):
+    assert read(named_codec(name, None), "It is sunny.", tool_use(TOOLS), 3) == ("It is sunny.", "", [])
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_thinking_is_read(size):
+    codec = named_codec("hermes", "deepseek_r1")
+    text, reasoning, calls = read(codec, "let me see</think>" + CASES["hermes"], tool_use(TOOLS), size, "q<think>")
+    assert (text.strip(), reasoning, calls) == ("", "let me see", [("weather", {"city": "Paris"})])
+    assert read(codec, "let me see</think>Sunny.", ToolUse(), size)[:2] == ("Sunny.", "let me see")
+
+
+def test_a_forced_call_is_constrained():
+    codec = named_codec("hermes", None)
+    sampling = codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(seed=1))
+    assert sampling.seed == 1
+    assert "weather" in json.dumps(sampling.structured_output) and "city" in json.dumps(sampling.structured_output)
+    assert codec.adjust(TOKENIZER, tool_use(TOOLS), SamplingOptions()).structured_output is None
+    with pytest.raises(ConfigurationError, match="cannot be combined"):
+        codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(structured_output={"json": SCHEMA}))
+
+
+def test_our_structural_tags_are_what_vllm_takes():
+    from vllm.parser.abstract_parser import structured_outputs_to_format
+    from vllm.sampling_params import StructuredOutputsParams
+
+    codec = HermesCodec()
+    for use, answer in (
+        (tool_use(TOOLS, "required"), None),
+        (tool_use(TOOLS, strict=True), None),
+        (tool_use(TOOLS), {"json": SCHEMA}),
+        (tool_use(TOOLS), {"json_object": True}),
+        (tool_use(TOOLS), {"choice": ["a", "b"]}),
+        (tool_use(TOOLS), {"regex": "a+"}),
+    ):
+        assert structured_outputs_to_format(StructuredOutputsParams(**codec.constraint(use, answer))) is not None
+
+
+def test_our_structural_tags_compile():
+    xgrammar = pytest.importorskip("xgrammar")
+    codec = HermesCodec()
+    info = xgrammar.TokenizerInfo([chr(i) for i in range(32, 127)], stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    call = CASES["hermes"]
+    for use, answer, good, bad in (
+        (tool_use(TOOLS, "required"), None, [call, f"{call}\n{call}"], ["hi", call.replace("city", "town")]),
+        (tool_use(TOOLS, "required", parallel=False), None, [call], [f"{call}\n{call}"]),
+        (tool_use(TOOLS, strict=True), None, [call, f"hi {call}"], [call.replace("city", "town")]),
+        (tool_use(TOOLS), {"json": SCHEMA}, [call, '{"city": "x"}'], ["hi"]),
+    ):
+        grammar = compiler.compile_structural_tag(codec.constraint(use, answer)["structural_tag"])
+        for text in good:
+            matcher = xgrammar.GrammarMatcher(grammar)
+            assert matcher.accept_string(text) and matcher.accept_token(0), text
+        for text in bad:
+            matcher = xgrammar.GrammarMatcher(grammar)
+            assert not (matcher.accept_string(text) and matcher.accept_token(0)), text
+
+
+def test_unknown_parsers_are_refused():
+    with pytest.raises(ConfigurationError, match="no-such"):
+        read(named_codec("no-such", None), "x", tool_use(TOOLS), 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ("{{ '<arg_key>' }}{{ '<arg_value>' }}", "glm45"),
+        ("{{ '<function=' }}{{ '<parameter=' }}", "qwen3_coder"),
+    ],
+)
+def test_the_family_is_told_by_the_template(template, parser):
+    codec = codec_for(tokenizer_of(template))
+    assert isinstance(codec, VllmCodec) and codec.tool_parser == parser
+
+
+def test_most_models_speak_hermes_and_harmony_is_refused():
+    assert isinstance(codec_for(TOKENIZER), HermesCodec)
+    with pytest.raises(UnsupportedModelError, match="Harmony"):
+        codec_for(tokenizer_of("<|channel|><|message|>"))
