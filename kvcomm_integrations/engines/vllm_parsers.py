@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvcomm_integrations.engines.base import SamplingOptions
@@ -113,13 +114,13 @@ class VllmAnswerParser(AnswerParser):
         prompt: SegmentedPrompt,
     ) -> None:
         self._request = _request(use if tool_parser else ToolUse())
-        self._parser = _parser(tool_parser, reasoning_parser, tokenizer, self._request.tools)
+        self._make = partial(_parser, tool_parser, reasoning_parser, tokenizer, self._request.tools)
+        self._parser = self._make()
         self._prompt_ids = list(prompt.token_ids)
         self._parallel = use.parallel
         self._named: set[int] = set()
         self._whole = ""
         self._said = False
-        self._fresh = lambda: _parser(tool_parser, reasoning_parser, tokenizer, self._request.tools)
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerPiece]:
         """See ``AnswerParser.feed``."""
@@ -142,7 +143,7 @@ class VllmAnswerParser(AnswerParser):
 
     def _calls_of_whole(self) -> list[AnswerPiece]:
         """Calls that streaming has missed: some parsers do where one delta holds the whole call."""
-        _, _, calls = self._fresh().parse(self._whole, self._request, enable_auto_tools=True)
+        _, _, calls = self._make().parse(self._whole, self._request, enable_auto_tools=True)
         found = [
             ToolCallPiece(index, id=call.id or new_call_id(), name=call.name, arguments=call.arguments)
             for index, call in enumerate(calls or ())
