@@ -1,4 +1,4 @@
-"""References held by one worker. Obeys the scheduler half: what to keep and what to evict is decided there, not here."""
+"""References held by one worker. Obeys the scheduler half, which decides what to keep and what to evict."""
 
 from __future__ import annotations
 

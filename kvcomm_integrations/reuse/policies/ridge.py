@@ -1,0 +1,129 @@
+"""The default policy: a small affine map per layer and head, learned from dense prefills."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
+from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
+from kvcomm_integrations.reuse.regression import EdgeRegression
+
+PENALTIES = ((1, 10.0), (2, 3.0), (7, 1.0))
+"""Most examples, and the penalty up to there."""
+
+
+def penalty_for(examples: int) -> float:
+    """The penalty that held-out examples preferred, by how many there were to learn from."""
+    return next((penalty for most, penalty in PENALTIES if examples <= most), 0.3)
+
+
+@dataclass
+class Ridge(Policy):
+    """Ridge regression from a reference to its correction, per (edge, layer, KV head).
+
+    With the standardised reference ``z`` of a token (``[K_h | V_h]`` before rotation, and a few features of its
+    position) and the correction ``d = true - reference``, the estimate is ``reference + mean(d) + z W`` where
+    ``W = (cov(z) + penalty I)^-1 cov(z, d)``. State is constant in examples and context length, additive, and
+    independent of the order of examples.
+
+    Args:
+        rank (int, 32): rank the map is cut to before use, in the metric of its output; ``2 * head_dim`` keeps all.
+        penalty (float | None, None): ridge penalty in units of a channel's variance; ``None`` takes 10 for one
+            example, 3 for two, 1 below eight, 0.3 from there on.
+        max_bytes (int, 1 GiB): budget for all edges; the least recently used are evicted.
+    """
+
+    name: ClassVar[str] = "ridge"
+
+    rank: int = 32
+    penalty: float | None = None
+    max_bytes: int = 1 << 30
+    _states: EdgeStates[EdgeRegression] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "rank", self.rank, 1)
+        check_range(self.name, "max_bytes", self.max_bytes, 0)
+        if self.penalty is not None:
+            check_range(self.name, "penalty", self.penalty, 1e-9)
+        self._states = EdgeStates(self.max_bytes)
+
+    def observe(self, edge: Edge, reference: KV, truth: KV) -> None:
+        """Add the moments of one example. A segment without tokens teaches nothing and is not counted.
+
+        Raises:
+            ValueError: shapes disagree, with each other or with earlier examples.
+        """
+        tokens = check_example(reference, truth)
+        if tokens == 0 or reference.keys.shape[0] == 1:
+            return
+        state = self._states.get(edge)
+        if state is None:
+            state = EdgeRegression.empty(reference)
+        state.learn(reference, truth)
+        self._states.put(edge, state)
+        self._states.evict()
+
+    def ready(self, edge: Edge, reference: KV | None = None) -> Readiness:
+        """Ready from the first example on."""
+        state = self._states.peek(edge)
+        if state is None:
+            return Readiness(examples=0, ready=False, reason="edge has no examples")
+        leverage = None
+        if reference is not None and reference.keys.shape[2]:
+            leverage = float(state.leverage(reference))
+        return Readiness(examples=state.examples, ready=True, leverage=leverage)
+
+    def correct(self, edge: Edge, reference: KV, start: int = 0) -> KV:
+        """Reference plus mean correction plus the map's part, which shrinks as ``0.8 / leverage`` above 0.8."""
+        state = self._states.get(edge)
+        if state is None or reference.keys.shape[2] == 0:
+            return reference
+        penalty = penalty_for(state.examples) if self.penalty is None else self.penalty
+        return state.apply(reference, start, self.rank, penalty)
+
+    def state_bytes(self, edge: Edge | None = None) -> int:
+        """Bytes of moments and solved maps."""
+        return self._states.state_bytes(edge)
+
+    def forget(self, edge: Edge) -> None:
+        """Drop an edge's moments and map."""
+        self._states.forget(edge)
+
+    def edges(self) -> tuple[Edge, ...]:
+        """Edges with examples, least recently used first."""
+        return tuple(self._states)
+
+    def merge(self, other: Ridge) -> None:
+        """Take in everything another policy has learned, as if its examples had been observed here."""
+        for edge in other.edges():
+            theirs = other._states.peek(edge)
+            assert theirs is not None
+            mine = self._states.get(edge) or theirs.blank()
+            mine.merge(theirs)
+            self._states.put(edge, mine)
+        self._states.evict()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What was learned, as plain tensors under readable names (a JSON list of edge and tensor)."""
+        tensors: dict[str, torch.Tensor] = {}
+        for edge in self.edges():
+            state = self._states.peek(edge)
+            assert state is not None
+            for part, tensor in state.tensors().items():
+                tensors[json.dumps([*edge, part])] = tensor
+        return tensors
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace everything by what ``state_dict`` returned."""
+        parts: dict[Edge, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            *edge, part = json.loads(key)
+            parts.setdefault(Edge(*edge), {})[part] = tensor
+        self._states = EdgeStates(self.max_bytes)
+        for edge_key, state in parts.items():
+            self._states.put(edge_key, EdgeRegression.from_tensors(state))
+        self._states.evict()

@@ -1,0 +1,233 @@
+"""The numerics of the ridge policy: what one edge has learned, the map solved from it, and how new a content is to it.
+
+All is batched over layers and heads; there is no loop over either, nor over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcomm_integrations.reuse.compression import leading_basis
+from kvcomm_integrations.reuse.moments import Moments
+from kvcomm_integrations.reuse.policies.base import KV
+
+DECAYS = (2.0, 8.0, 32.0, 128.0)
+"""Position features: ``exp(-t / decay)`` of the distance ``t`` from the segment's start, decays in tokens. The context
+before a segment matters most at its start."""
+
+LEVERAGE_PENALTY = 0.3
+FAMILIAR = 0.8
+"""Leverage up to which the map is trusted fully."""
+LEVERAGE_LAYERS = 8
+LEVERAGE_TOKENS = 64
+"""Leverage is a mean; so many layers and tokens, evenly spaced, are enough to know it."""
+
+
+@dataclass(eq=False)
+class AffineMap:
+    """A solved map for features ``[K | V | position | 1]`` of a token: ``hidden = features @ down``, then ``@ up``.
+
+    The last hidden channel is constantly 1 and carries the mean correction.
+
+    Args:
+        keys: ``(heads, head_dim, r + 1)``.
+        values: ``(heads, head_dim, r + 1)``.
+        position: ``(heads, features + 1, r + 1)``.
+        up: ``(heads, r + 1, 2 head_dim)``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    position: torch.Tensor
+    up: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.position.nbytes + self.up.nbytes
+
+
+@dataclass(eq=False)
+class Whitening:
+    """What turns ``[K | V]`` of a few layers into channels whose squares add up to the leverage.
+
+    Args:
+        layers: indices counted from layer 1.
+        down: ``(layers, kv_heads, 2 head_dim, 2 head_dim)``.
+        shift: ``(layers, kv_heads, 1, 2 head_dim)``, subtracted after ``down``.
+    """
+
+    layers: torch.Tensor
+    down: torch.Tensor
+    shift: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + self.shift.nbytes
+
+
+@dataclass(eq=False)
+class EdgeRegression:
+    """Moments of rows ``[K | V | position | d_K | d_V]`` over layers from 1 on and heads, and what was solved of them.
+
+    Args:
+        layers: layers including layer 0.
+        kv_heads: heads on this worker.
+        head_dim: channels of a head.
+        examples: examples seen.
+        moments: batch of ``(layers - 1) * kv_heads``.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    examples: int
+    moments: Moments
+    _map: AffineMap | None = None
+    _whitening: Whitening | None = None
+
+    @classmethod
+    def empty(cls, example: KV) -> EdgeRegression:
+        layers, kv_heads, _, head_dim = example.keys.shape
+        features = 2 * head_dim + len(DECAYS)
+        moments = Moments.empty((layers - 1) * kv_heads, features, features + 2 * head_dim, example.keys.device)
+        return cls(layers, kv_heads, head_dim, 0, moments)
+
+    def blank(self) -> EdgeRegression:
+        """State of the same shape without examples."""
+        batch, features, channels = self.moments.scatter.shape
+        moments = Moments.empty(batch, features, channels, self.moments.mean.device)
+        return EdgeRegression(self.layers, self.kv_heads, self.head_dim, 0, moments)
+
+    @property
+    def nbytes(self) -> int:
+        solved = sum(part.nbytes for part in (self._map, self._whitening) if part is not None)
+        return self.moments.nbytes + solved
+
+    def learn(self, reference: KV, truth: KV) -> None:
+        self._check(reference)
+        dim, features, tokens = self.head_dim, self.moments.features, reference.keys.shape[2]
+        rows = torch.empty(self.layers - 1, self.kv_heads, tokens, features + 2 * dim, device=reference.keys.device)
+        rows[..., :dim] = reference.keys[1:]
+        rows[..., dim : 2 * dim] = reference.values[1:]
+        rows[..., 2 * dim : features] = _position_features(tokens, 0, rows)
+        rows[..., features : features + dim] = truth.keys[1:]
+        rows[..., features + dim :] = truth.values[1:]
+        rows[..., features:] -= rows[..., : 2 * dim]
+        self.moments.add(rows.flatten(0, 1))
+        self.examples += 1
+        self._map = self._whitening = None
+
+    def merge(self, other: EdgeRegression) -> None:
+        self.moments.merge(other.moments)
+        self.examples += other.examples
+        self._map = self._whitening = None
+
+    def apply(self, reference: KV, start: int, rank: int, penalty: float) -> KV:
+        self._check(reference)
+        if self._map is None:
+            self._map = self._solve(rank, penalty)
+        solved = self._map
+        keys = reference.keys[1:].float().flatten(0, 1)
+        values = reference.values[1:].float().flatten(0, 1)
+        position = _position_features(keys.shape[1], start, keys)
+        position = torch.cat((position, torch.ones_like(position[:, :1])), dim=1)
+        hidden = torch.baddbmm(position @ solved.position, keys, solved.keys)
+        hidden = torch.baddbmm(hidden, values, solved.values)
+        trust = torch.ones_like(solved.up[0, :, :1])
+        trust[:-1] = (FAMILIAR / self.leverage(reference)).clamp_max(1)
+        up_keys, up_values = (solved.up * trust).split(self.head_dim, dim=-1)
+        return KV(
+            _below_layer_0(reference.keys, torch.baddbmm(keys, hidden, up_keys)),
+            _below_layer_0(reference.values, torch.baddbmm(values, hidden, up_values)),
+        )
+
+    def leverage(self, reference: KV) -> torch.Tensor:
+        """Mean ridge leverage of the content's tokens, divided by the number of channels; a scalar tensor."""
+        self._check(reference)
+        if self._whitening is None:
+            self._whitening = self._whiten()
+        white = self._whitening
+        tokens = reference.keys.shape[2]
+        every = torch.linspace(0, tokens - 1, min(tokens, LEVERAGE_TOKENS), device=white.down.device).long()
+        at = (white.layers + 1)[:, None], every[None]
+        rows = torch.cat(
+            [part.transpose(1, 2)[at].transpose(1, 2).float() for part in reference],
+            dim=-1,
+        )
+        return (rows @ white.down - white.shift).square().mean()
+
+    def _solve(self, rank: int, penalty: float) -> AffineMap:
+        """Solve the ridge system, cut it to ``rank`` and fold the standardisation into it."""
+        dim, features, rows = self.head_dim, self.moments.features, self.moments.rows
+        mean, mean_d = self.moments.mean.split((features, 2 * dim), dim=-1)
+        scale, cov = self._standardised(features)
+        cross = self.moments.scatter[:, :, features:] * scale[:, :, None] / rows
+        cov.diagonal(dim1=-2, dim2=-1).add_(penalty)
+        weights = torch.cholesky_solve(cross, torch.linalg.cholesky(cov))
+        explained = weights.mT @ (cross - penalty * weights)
+        basis = leading_basis((explained + explained.mT) / 2, rank)
+        down = (weights @ basis) * scale[:, :, None]
+        down = torch.cat((down, -(mean[:, None] @ down)), dim=1)
+        constant = torch.zeros_like(down[:, :, :1])
+        constant[:, -1] = 1
+        keys, values, position = torch.cat((down, constant), dim=2).split((dim, dim, features + 1 - 2 * dim), dim=1)
+        up = torch.cat((basis.mT, mean_d[:, None]), dim=1)
+        return AffineMap(keys.contiguous(), values.contiguous(), position.contiguous(), up)
+
+    def _whiten(self) -> Whitening:
+        channels = 2 * self.head_dim
+        scale, cov = self._standardised(channels)
+        layers = torch.linspace(0, self.layers - 2, min(self.layers - 1, LEVERAGE_LAYERS)).round().long()
+        layers = layers.to(cov.device)
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.unflatten(0, (self.layers - 1, self.kv_heads))[layers]
+
+        cov, scale, mean = pick(cov), pick(scale), pick(self.moments.mean[:, :channels])
+        cov.diagonal(dim1=-2, dim2=-1).add_(LEVERAGE_PENALTY)
+        factor = torch.linalg.cholesky(cov)
+        down = torch.linalg.solve_triangular(factor, torch.diag_embed(scale), upper=False).mT.contiguous()
+        return Whitening(layers, down, mean[..., None, :] @ down)
+
+    def _standardised(self, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inverse spreads ``(heads, features)`` (0 for constant channels) and the features' correlations."""
+        cov = self.moments.scatter[:, :features, :features] / self.moments.rows
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        noise = 1e-10 * self.moments.mean[:, :features].square() + torch.finfo(torch.float32).tiny
+        scale = torch.where(variance > noise, variance.clamp_min(noise).rsqrt(), 0)
+        return scale, cov * scale[:, :, None] * scale[:, None]
+
+    def _check(self, reference: KV) -> None:
+        layers, kv_heads, _, head_dim = reference.keys.shape
+        if (layers, kv_heads, head_dim) != (self.layers, self.kv_heads, self.head_dim):
+            raise ValueError(
+                f"reference of {layers} layers, {kv_heads} heads and {head_dim} channels on an edge that learned from "
+                f"{self.layers}, {self.kv_heads} and {self.head_dim}"
+            )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        counts = (self.layers, self.kv_heads, self.head_dim, self.examples, self.moments.rows)
+        return {"counts": torch.tensor(counts), "mean": self.moments.mean, "scatter": self.moments.scatter}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> EdgeRegression:
+        layers, kv_heads, head_dim, examples, rows = tensors["counts"].tolist()
+        scatter = tensors["scatter"].clone()
+        moments = Moments(scatter.shape[1], rows, tensors["mean"].clone(), scatter)
+        return cls(layers, kv_heads, head_dim, examples, moments)
+
+
+def _position_features(tokens: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    """``(tokens, len(DECAYS))`` for tokens that begin ``start`` tokens after their segment."""
+    distance = torch.arange(start, start + tokens, device=like.device, dtype=torch.float32)
+    return torch.exp(-distance[:, None] / torch.tensor(DECAYS, device=like.device))
+
+
+def _below_layer_0(reference: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
+    """Layer 0 of the reference, and the estimate for all others, in the reference's type."""
+    out = torch.empty_like(reference)
+    out[0] = reference[0]
+    out[1:] = estimate.view(out[1:].shape)
+    return out
