@@ -60,6 +60,8 @@ class ReuseConfig(BaseModel):
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)
     """Dense observations an edge needs under ``strict``."""
+    learn_rate: float = Field(default=0.1, ge=0, le=1)
+    """Share of reusable requests over an edge that is not mature yet which run dense to teach it."""
     audit_rate: float = Field(default=0.02, ge=0, le=1)
     """Share of reusable requests that run dense as audits."""
     max_divergence: float = Field(default=0.5, gt=0)

@@ -73,6 +73,10 @@ class KVCommParams(BaseModel):
     response_name: str | None = Field(default=None, max_length=MAX_NAME)
     mode: Mode = Mode.AUTO
     policy: str | None = Field(default=None, max_length=64)
+    audit: tuple[str, ...] = Field(default=(), max_length=16)
+    """Under ``observe``: policies to learn with, and to be compared with the dense result once the request is over."""
+    audit_tokens: int = Field(default=4, ge=0, le=256)
+    """Tokens of the answer that an audit goes over, beyond the first."""
 
     @model_validator(mode="after")
     def _check(self) -> KVCommParams:

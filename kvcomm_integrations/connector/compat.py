@@ -42,6 +42,7 @@ __all__ = [
     "cache_bytes_per_token",
     "current_connector",
     "hash_block_size",
+    "logits_of",
     "repair_refusal",
     "rehash",
     "run_virtual_batch",
@@ -146,7 +147,7 @@ def run_virtual_batch(
     query_starts: Sequence[int],
     seq_lens: Sequence[int],
     block_tables: Sequence[Iterable[int]],
-) -> None:
+) -> torch.Tensor:
     """One extra forward over rows of an own making, writing their KV into the paged cache.
 
     Row ``i`` holds the query tokens ``query_starts[i]:query_starts[i + 1]`` of a sequence whose first ``seq_lens[i]``
@@ -156,6 +157,9 @@ def run_virtual_batch(
     Args:
         runner: the worker's model runner (first generation).
         token_ids, positions, slots: ``(tokens,)`` int64, of all rows one after another.
+
+    Returns:
+        the last layer's hidden states, ``(tokens, hidden)``.
     """
     config: VllmConfig = runner.vllm_config
     device = runner.device
@@ -194,7 +198,15 @@ def run_virtual_batch(
             slot_mapping=dict.fromkeys(names, common.slot_mapping),
         ),
     ):
-        runner.model(input_ids=token_ids.to(device), positions=positions.to(device))
+        hidden: torch.Tensor = runner.model(input_ids=token_ids.to(device), positions=positions.to(device))
+        return hidden
+
+
+def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Logits ``(tokens, vocabulary)`` of hidden states; ``None`` on ranks that do not hold them. All ranks must call."""
+    with torch.inference_mode():
+        logits: torch.Tensor | None = runner.model.compute_logits(hidden)
+        return logits
 
 
 def repair_refusal(runner: Any) -> str | None:

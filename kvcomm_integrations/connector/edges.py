@@ -40,6 +40,10 @@ class EdgeBook:
         """Audited divergence of an edge, made on first use."""
         return self._health.setdefault((policy, edge), EdgeHealth())
 
+    def audited(self, policy: str, edge: Edge, divergence: float) -> None:
+        """Note an audit: KL of the first token against the dense run, nats."""
+        self.health(policy, edge).audited(divergence)
+
     def decide(self, policy: str, edge: Edge, entry: Entry, tokens: int) -> GateDecision:
         """Whether a content may be loaded over an edge, and how deep its repair must be."""
         examples = self.examples(policy, edge)

@@ -62,11 +62,52 @@ class ObserveJob:
     tokens: int
 
 
+@dataclass(frozen=True)
+class AuditVariant:
+    """What reuse under one policy would have done with a prompt that was computed densely."""
+
+    policy: str
+    spans: tuple[LoadSpan, ...]
+    gaps: tuple[tuple[int, int], ...]
+    end: int
+
+
+@dataclass(frozen=True)
+class AuditJob:
+    """Compare a finished dense request with what reuse would have produced, then leave its KV as it was."""
+
+    req_id: str
+    blocks: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The prompt and the first tokens of the answer."""
+    prompt_tokens: int
+    exact: int
+    variants: tuple[AuditVariant, ...]
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """How far reuse would have been from the dense run."""
+
+    req_id: str
+    policy: str
+    edges: tuple[Edge, ...]
+    kl: tuple[float, ...]
+    """KL(dense || reuse) of the next-token distribution at the answer's first positions, nats, full vocabulary."""
+    agreement: tuple[bool, ...]
+    """The same token is most likely both ways."""
+    prompt_tokens: int
+    exact: int
+    loaded: int
+    repaired: int
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Orders for one engine step, obeyed in this order: load, forward, observe, drop, harvest, release."""
+    """Orders for one engine step, obeyed in this order: load, forward, audit, observe, drop, harvest, release."""
 
     loads: list[LoadJob] = field(default_factory=list)
+    audits: list[AuditJob] = field(default_factory=list)
     observes: list[ObserveJob] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
     harvests: list[HarvestJob] = field(default_factory=list)
@@ -96,6 +137,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Policy and edge to the number of examples learned from."""
     leverage: dict[tuple[str, Edge, int], float] = field(default_factory=dict)
     """Policy, edge and reference to how new the content is to the edge."""
+    audits: list[AuditResult] = field(default_factory=list)
     verified: bool = False
     """The rotation has been checked on real keys."""
     disabled: str = ""
@@ -119,6 +161,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.examples[key] = min(self.examples.get(key, count), count)
         for content, value in other.leverage.items():
             self.leverage[content] = max(self.leverage.get(content, value), value)
+        self.audits = self.audits or other.audits
         self.verified = self.verified or other.verified
         self.disabled = self.disabled or other.disabled
         self.repair_refusal = self.repair_refusal or other.repair_refusal

@@ -32,19 +32,20 @@ class Gap:
         return self.start + len(self.token_ids)
 
 
-def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> None:
+def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> torch.Tensor:
     """Compute all gaps in one forward and write their KV into the paged cache.
 
     Args:
         runner: the worker's model runner.
         cache: the worker's paged cache.
-        gaps: non-empty gaps; those of one sequence must not overlap.
+        gaps: at least one, none empty; those of one sequence must not overlap.
+
+    Returns:
+        hidden states of the gaps' tokens, ``(tokens, hidden)``, gap after gap.
     """
-    if not gaps:
-        return
     ids = torch.tensor([token for gap in gaps for token in gap.token_ids], dtype=torch.int64)
     spans = [torch.arange(gap.start, gap.end, dtype=torch.int64) for gap in gaps]
-    run_virtual_batch(
+    return run_virtual_batch(
         runner,
         token_ids=ids,
         positions=torch.cat(spans),

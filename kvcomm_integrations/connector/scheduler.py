@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
@@ -27,14 +27,23 @@ from kvcomm_integrations.connector.compat import (
 from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
 from kvcomm_integrations.connector.isolation import HashGuard
-from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.metadata import (
+    AuditJob,
+    AuditVariant,
+    HarvestJob,
+    LoadJob,
+    LoadSpan,
+    ObserveJob,
+    StepMetadata,
+    WorkerReport,
+)
 from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan
 from kvcomm_integrations.connector.tracking import Tracked
 from kvcomm_integrations.errors import WireError
 from kvcomm_integrations.ids import content_id
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.reuse.policies.base import Edge
-from kvcomm_integrations.wire import KVCommParams, Mode, Segment, SegmentKind
+from kvcomm_integrations.wire import WIRE_KEY, KVCommParams, Mode, Segment, SegmentKind
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +80,8 @@ class SchedulerHalf:
         """Live requests without our parameters: they too may be computing blocks that others hit."""
         self._planned: list[Tracked] = []
         """Requests with a plan made in this step."""
-        self._finished: list[tuple[str, list[HarvestJob], list[ObserveJob]]] = []
+        self._finished: list[tuple[str, list[HarvestJob], list[ObserveJob], list[AuditJob]]] = []
+        """Requests whose blocks are kept until the workers have done these jobs."""
         self._repairing = 0
         """Tokens this step's repair pass holds already."""
         self._random = random.Random(0)
@@ -120,16 +130,26 @@ class SchedulerHalf:
         if tracked.guard.active:  # its plan was carried out before a preemption: the rest is computed, still kept apart
             tracked.reason = "preempted, then computed"
             return 0
-        if tracked.refusal or tracked.params.mode is not Mode.AUTO:
+        if tracked.refusal or tracked.params.mode is Mode.DENSE:
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
             return 0
         if self._wants_promised(tracked, exact) and self._may_wait(tracked):
             return None
-        tracked.candidates = self._candidates(tracked)
-        plan = make_plan(tracked.prompt_tokens, exact, tracked.candidates, self._limits(tracked))
+        if tracked.params.mode is Mode.OBSERVE:
+            tracked.audits = self._audits(tracked, exact, tracked.params.audit)
+            tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
+            return 0
+        tracked.candidates = self._candidates(tracked, tracked.policy)
+        plan = make_plan(tracked.prompt_tokens, exact, tracked.candidates, self._limits())
         tracked.plan_ms = (time.perf_counter() - started) * 1e3
         if isinstance(plan, str):
             tracked.reason = plan
+            return 0
+        if tracked.dense_instead is None:
+            tracked.dense_instead = self._dense_instead(tracked, plan)
+        if tracked.dense_instead:
+            tracked.reason = tracked.dense_instead
+            tracked.audits = self._audits(tracked, exact, (tracked.policy,))
             return 0
         if self._repairing and self._repairing + plan.repaired > self.config.max_repair_tokens:
             return None
@@ -175,13 +195,14 @@ class SchedulerHalf:
         self._planned, self._repairing = [], 0
         for tracked in self._tracked.values():
             self._notice_preemption(tracked)
-            if tracked.prompt_done and tracked.observes:
+            if tracked.prompt_done and tracked.observes and not tracked.audits:  # an audit comes before learning
                 meta.observes.extend(self._observe_jobs(tracked, self.block_ids(tracked.request.request_id)))
         for req_id, tokens in output.num_scheduled_tokens.items():
             live = self._tracked.get(req_id)
             if live is not None and not live.prompt_done:
                 self._advance(live, tokens, meta)
-        for req_id, harvests, observes in self._finished:
+        for req_id, harvests, observes, audits in self._finished:
+            meta.audits.extend(audits)
             meta.harvests.extend(harvests)
             meta.observes.extend(observes)
             meta.releases.append(req_id)
@@ -211,6 +232,9 @@ class SchedulerHalf:
             entry = self.index.by_id(ref_id)
             if entry is not None:
                 entry.leverage[(policy, edge)] = leverage
+        for audit in report.audits:
+            for edge in audit.edges:
+                self.edges.audited(audit.policy, edge, audit.kl[0])
         for req_id, result in report.loads.items():
             live = self._tracked.get(req_id)
             if live is not None:
@@ -232,9 +256,10 @@ class SchedulerHalf:
         done = tracked.prompt_done and self._completed(tracked)
         harvests = self._response_harvest(tracked, tuple(blocks)) if done else []
         observes = self._observe_jobs(tracked, tuple(blocks)) if done else []
-        if harvests or observes:
-            self._finished.append((request.request_id, harvests, observes))
-        return bool(harvests or observes), {"kvcomm": tracked.report().model_dump(mode="json")}
+        audits = self._audit_jobs(tracked, tuple(blocks)) if done else []
+        if harvests or observes or audits:
+            self._finished.append((request.request_id, harvests, observes, audits))
+        return bool(harvests or observes or audits), {WIRE_KEY: tracked.report().model_dump(mode="json")}
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
@@ -259,8 +284,9 @@ class SchedulerHalf:
             return "streaming-input requests are served densely"
         if request.skip_reading_prefix_cache:
             return "the request asked to skip cached KV (prompt logprobs do)"
-        if params.policy is not None and policy_traits(params.policy) is None:
-            return f"policy {params.policy!r} does not exist"
+        for policy in (params.policy, *params.audit):
+            if policy is not None and policy_traits(policy) is None:
+                return f"policy {policy!r} does not exist"
         return ""
 
     def _track(self, request: Request, params: KVCommParams, refusal: str) -> None:
@@ -321,10 +347,10 @@ class SchedulerHalf:
             for other in others
         )
 
-    def _candidates(self, tracked: Tracked) -> list[Candidate]:
-        return [self._candidate(tracked, s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
+    def _candidates(self, tracked: Tracked, policy: str) -> list[Candidate]:
+        return [self._candidate(tracked, s, policy) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
 
-    def _candidate(self, tracked: Tracked, segment: Segment) -> Candidate:
+    def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
         if segment.kind is SegmentKind.FIXED:
             return Candidate(segment)
         tokens = segment.end - segment.start
@@ -336,17 +362,41 @@ class SchedulerHalf:
         if not self.verified:
             return Candidate(segment, reason="the rotation self-check has not run yet")
         edge = self._edge(tracked, entry, segment.name)
-        decision = self.edges.decide(tracked.policy, edge, entry, tokens)
-        examples = self.edges.examples(tracked.policy, edge)
+        decision = self.edges.decide(policy, edge, entry, tokens)
+        examples = self.edges.examples(policy, edge)
         if not decision.load:
             return Candidate(segment, reason=decision.reason, examples=examples)
-        traits = policy_traits(tracked.policy)
+        traits = policy_traits(policy)
         depth = decision.repair_depth if traits is not None and traits.repairs else 0
-        leverage = entry.leverage.get((tracked.policy, edge))
+        leverage = entry.leverage.get((policy, edge))
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
         return Candidate(segment, entry, depth, decision.reason, confidence, examples)
 
-    def _limits(self, tracked: Tracked) -> Limits:
+    def _dense_instead(self, tracked: Tracked, plan: Plan) -> str:
+        """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
+        traits = policy_traits(tracked.policy)
+        if self._random.random() < self.config.audit_rate:
+            return "audit"
+        if traits is None or not traits.learns:
+            return ""
+        examples = [tracked.candidates[span.candidate].examples for span in plan.spans]
+        if min(examples) < self.config.mature_examples and self._random.random() < self.config.learn_rate:
+            return "learning"
+        return ""
+
+    def _audits(self, tracked: Tracked, exact: int, policies: Iterable[str]) -> list[tuple[str, Plan, list[Candidate]]]:
+        """The plan of each policy for a prompt that is computed densely, to be compared with it afterwards."""
+        audits: list[tuple[str, Plan, list[Candidate]]] = []
+        if self.repair_refusal is not None:
+            return audits
+        for policy in policies:
+            candidates = self._candidates(tracked, policy)
+            plan = make_plan(tracked.prompt_tokens, exact, candidates, self._limits())
+            if isinstance(plan, Plan):
+                audits.append((policy, plan, candidates))
+        return audits
+
+    def _limits(self) -> Limits:
         return Limits(self.repair_refusal is None, self.config.max_repair_share, self.config.max_repair_tokens)
 
     # ---- promises and jobs -----------------------------------------------------------------------------------------
@@ -367,41 +417,58 @@ class SchedulerHalf:
                 tracked.harvests.append((entry, segment.start, segment.end))
 
     def _prepare_observes(self, tracked: Tracked) -> None:
-        traits = policy_traits(tracked.policy)
         if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
             return
-        if traits is None or not traits.learns:
-            return
-        for segment in self._placeholders(tracked):
-            entry = self.index.lookup(self._key(tracked, segment))
-            if entry is None or entry.state is not EntryState.READY:
+        for policy in dict.fromkeys((tracked.policy, *tracked.params.audit)):
+            traits = policy_traits(policy)
+            if traits is None or not traits.learns:
                 continue
-            edge = self._edge(tracked, entry, segment.name)
-            tokens = min(entry.tokens, segment.end - segment.start)
-            tracked.observes.append((edge, entry.ref_id, segment.start, tokens))
+            for segment in self._placeholders(tracked):
+                entry = self.index.lookup(self._key(tracked, segment))
+                if entry is None or entry.state is not EntryState.READY:
+                    continue
+                edge = self._edge(tracked, entry, segment.name)
+                tokens = min(entry.tokens, segment.end - segment.start)
+                tracked.observes.append((policy, edge, entry.ref_id, segment.start, tokens))
 
     def _observe_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[ObserveJob]:
         jobs = [
-            ObserveJob(tracked.policy, edge, ref_id, blocks, start, tokens)
-            for edge, ref_id, start, tokens in tracked.observes
+            ObserveJob(policy, edge, ref_id, blocks, start, tokens)
+            for policy, edge, ref_id, start, tokens in tracked.observes
         ]
         tracked.observes = []
         return jobs
 
-    def _load_job(self, tracked: Tracked, plan: Plan) -> LoadJob:
+    def _load_spans(self, tracked: Tracked, plan: Plan, candidates: Sequence[Candidate]) -> tuple[LoadSpan, ...]:
         spans = []
         for span in plan.spans:
-            candidate = tracked.candidates[span.candidate]
+            candidate = candidates[span.candidate]
             assert candidate.entry is not None
             edge = self._edge(tracked, candidate.entry, candidate.segment.name)
             offset = span.start - candidate.segment.start
             spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge))
+        return tuple(spans)
+
+    def _audit_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[AuditJob]:
+        if not tracked.audits:
+            return []
+        variants = tuple(
+            AuditVariant(policy, self._load_spans(tracked, plan, candidates), plan.gaps, plan.end)
+            for policy, plan, candidates in tracked.audits
+        )
+        # The last sampled token has no KV; an audit goes over positions whose blocks are certainly there.
+        answer = tuple(tracked.request.output_token_ids)[:-1][: tracked.params.audit_tokens]
+        ids = (*(tracked.request.prompt_token_ids or ()), *answer)
+        exact = tracked.audits[0][1].exact
+        return [AuditJob(tracked.request.request_id, blocks, ids, tracked.prompt_tokens, exact, variants)]
+
+    def _load_job(self, tracked: Tracked, plan: Plan) -> LoadJob:
         ids = tracked.request.prompt_token_ids or []
         return LoadJob(
             tracked.request.request_id,
             tracked.blocks,
             tracked.policy,
-            tuple(spans),
+            self._load_spans(tracked, plan, tracked.candidates),
             plan.gaps,
             tuple(ids[plan.exact : plan.end]),
             plan.exact,
@@ -468,6 +535,6 @@ class SchedulerHalf:
         tracked.preemptions = tracked.request.num_preemptions
         self._break_promises(tracked)
         tracked.plan, tracked.result = None, None
-        tracked.observes = []
+        tracked.observes, tracked.audits = [], []
         tracked.admitted = False
         tracked.prompt_done = False

@@ -37,8 +37,12 @@ class Tracked:
     result: LoadResult | None = None
     harvests: list[tuple[Entry, int, int]] = field(default_factory=list)
     """Promised references with their spans, to be copied when the prompt is complete."""
-    observes: list[tuple[Edge, int, int, int]] = field(default_factory=list)
-    """Edge, reference, first token and tokens of what can be learned once the prompt is complete."""
+    audits: list[tuple[str, Plan, list[Candidate]]] = field(default_factory=list)
+    """Policies with the plans they would have made, to be compared once the request is over."""
+    dense_instead: str | None = None
+    """Why it runs densely though it could reuse; ``None`` until that has been decided."""
+    observes: list[tuple[str, Edge, int, int, int]] = field(default_factory=list)
+    """Policy, edge, reference, first token and tokens of what can be learned once the prompt is complete."""
     preemptions: int = 0
     """Preemptions noticed so far."""
     prompt_done: bool = False

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.audit import audit
 from kvcomm_integrations.connector.compat import VllmConfig, attention_layers, repair_refusal, write_with_engine
 from kvcomm_integrations.connector.metadata import (
+    AuditJob,
+    AuditResult,
     HarvestJob,
     LoadJob,
     LoadResult,
@@ -58,6 +62,8 @@ class WorkerHalf:
         self.verified = False
         self._report = WorkerReport()
         self._released: set[str] = set()
+        self.audit_log: deque[AuditResult] = deque(maxlen=4096)
+        """The latest audits, for whoever asks."""
         self.loaded_tokens = 0
         """Tokens really written from references since the start."""
         self.repaired_tokens = 0
@@ -151,7 +157,9 @@ class WorkerHalf:
     # ---- after the forward -----------------------------------------------------------------------------------------
 
     def save(self, meta: StepMetadata) -> None:
-        """Learn, drop and harvest as ordered; none of it can harm the requests."""
+        """Audit, learn, drop and harvest as ordered; none of it can harm the requests."""
+        for audited in meta.audits:
+            self._audit(audited)
         for job in meta.observes:
             self._observe(job)
         for ref_id in meta.drops:
@@ -163,6 +171,19 @@ class WorkerHalf:
                 logger.exception("Harvest of %s failed", harvest.name)
                 self._report.failed[harvest.ref_id] = f"{type(error).__name__}: {error}"
         self._released.update(meta.releases)
+
+    def _audit(self, job: AuditJob) -> None:
+        assert self.cache is not None
+        try:
+            results = audit(self._runner, self.cache, job, lambda name, span: self._estimate(self._policy(name), span))
+        except KeyError as error:  # a reference was evicted in the meantime
+            logger.info("Audit of request %s was not possible: %s", job.req_id, error)
+            return
+        except Exception:  # a lost audit costs knowledge, nothing else
+            logger.exception("Audit of request %s failed", job.req_id)
+            return
+        self._report.audits.extend(results)
+        self.audit_log.extend(results)
 
     def _harvest(self, job: HarvestJob) -> None:
         if self.cache is None or self.rope is None or self.disabled:

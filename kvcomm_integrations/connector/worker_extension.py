@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kvcomm_integrations.connector.compat import current_connector
@@ -40,6 +41,17 @@ class KVCommWorkerExtension:
             "disabled": half.disabled,
             "verified": half.verified,
         }
+
+    def kvcomm_take_audits(self) -> list[dict[str, Any]]:
+        """The audits since the last call, as plain objects; empty on ranks that hold no logits."""
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector):
+            return []
+        log = connector.worker_half.audit_log
+        taken = [asdict(log.popleft()) for _ in range(len(log))]
+        for audit in taken:
+            audit["edges"] = [list(edge) for edge in audit["edges"]]
+        return taken
 
     def kvcomm_save_references(self, folder: str) -> int:
         """Write every reference to ``folder`` as ``<rank>-<ref_id>.safetensors``; returns how many there are."""

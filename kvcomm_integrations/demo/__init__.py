@@ -12,8 +12,8 @@ from kvcomm_integrations.demo.measure import Comparison, compare
 from kvcomm_integrations.demo.table import as_json, show
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
-DEFAULT_ROUNDS = 6
-DEFAULT_MAX_TOKENS = 96
+DEFAULT_ROUNDS = 5
+DEFAULT_MAX_TOKENS = 128
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -29,6 +29,7 @@ def run_demo(args: argparse.Namespace) -> int:
         raise MissingDependencyError(
             "the demo needs LangGraph; install kvcomm-integrations[langgraph,demo,cpu]"
         ) from error
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.json is not None:
         _check_writable(args.json)
     rounds = args.rounds or DEFAULT_ROUNDS

@@ -27,6 +27,8 @@ def show(comparison: Comparison) -> None:
             f"{agent.identical:.0%}",
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     console.print(table)
     dense_runs = sum(agent.learning for agent in comparison.agents[1:])
     console.print(

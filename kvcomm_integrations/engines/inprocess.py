@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import multiprocessing
@@ -120,6 +121,7 @@ class InProcessEngine(Engine):
         if llm is not None:
             loop.run(_shutdown(llm))
         del llm
+        atexit.unregister(self.close)
         loop.stop()
         gc.collect()  # vLLM's objects must go now: their finalisers fail once the interpreter shuts down
 
@@ -141,6 +143,7 @@ class InProcessEngine(Engine):
                     require_vllm()
                     self._loop = self._loop or LoopThread("kvcomm-engine")
                     self._loop.run(self._start())
+                    atexit.register(self.close)  # now, so that it runs before what vLLM's imports have registered
             assert self._llm is not None
             return self._llm
 

@@ -1,0 +1,76 @@
+"""The audit: what would reuse have done with a request that was computed densely?
+
+Runs on the finished request's own blocks, before vLLM gets them back: their KV is saved, overwritten as reuse would
+have written it, the answer's first positions are computed again over it, and the KV is put back. The request itself is
+over by then, so nobody waits for it; the comparison is over the full vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.connector.compat import logits_of
+from kvcomm_integrations.connector.metadata import AuditJob, AuditResult, AuditVariant, LoadSpan
+from kvcomm_integrations.connector.paged import PagedCache
+from kvcomm_integrations.connector.repair import Gap, repair
+from kvcomm_integrations.reuse.policies.base import KV
+
+Estimate = Callable[[str, LoadSpan], KV]
+"""Policy name and span to the KV that reuse would write."""
+
+
+def audit(runner: Any, cache: PagedCache, job: AuditJob, estimate: Estimate) -> list[AuditResult]:
+    """Compare the dense run with every variant; the paged cache is left as it was found.
+
+    Returns:
+        one result per variant; nothing on ranks that do not hold logits.
+
+    Raises:
+        KeyError: a reference is not in the store any more; nothing was changed.
+    """
+    estimates = [[estimate(variant.policy, span) for span in variant.spans] for variant in job.variants]
+    end = len(job.token_ids)
+    compared = end - job.prompt_tokens + 1
+    saved = cache.read(job.blocks, job.exact, end)
+    try:
+        dense = _last_logits(runner, cache, job, [(job.prompt_tokens - 1, end)], compared)
+        results = []
+        for variant, kvs in zip(job.variants, estimates, strict=True):
+            for span, kv in zip(variant.spans, kvs, strict=True):
+                cache.write(job.blocks, span.start, kv)
+            reuse = _last_logits(runner, cache, job, [*variant.gaps, (variant.end, end)], compared)
+            if dense is not None and reuse is not None:
+                results.append(_result(job, variant, dense, reuse))
+        return results
+    finally:
+        cache.write(job.blocks, job.exact, saved)
+
+
+def _last_logits(
+    runner: Any, cache: PagedCache, job: AuditJob, spans: list[tuple[int, int]], count: int
+) -> torch.Tensor | None:
+    """Logits ``(count, vocabulary)`` of the last ``count`` tokens after computing ``spans`` over the known KV."""
+    gaps = [Gap(job.blocks, start, job.token_ids[start:end]) for start, end in spans]
+    return logits_of(runner, repair(runner, cache, gaps)[-count:])
+
+
+def _result(job: AuditJob, variant: AuditVariant, dense: torch.Tensor, reuse: torch.Tensor) -> AuditResult:
+    true = torch.log_softmax(dense.double(), -1)
+    guess = torch.log_softmax(reuse.double(), -1)
+    kl = (true.exp() * (true - guess)).sum(-1).clamp_min(0)
+    same = dense.argmax(-1) == reuse.argmax(-1)
+    loaded = sum(span.end - span.start for span in variant.spans)
+    return AuditResult(
+        req_id=job.req_id,
+        policy=variant.policy,
+        edges=tuple(dict.fromkeys(span.edge for span in variant.spans)),
+        kl=tuple(kl.tolist()),
+        agreement=tuple(bool(x) for x in same.tolist()),
+        prompt_tokens=job.prompt_tokens,
+        exact=job.exact,
+        loaded=loaded,
+        repaired=variant.end - job.exact - loaded,
+    )

@@ -1,0 +1,104 @@
+"""A second engine with small blocks, small prefill chunks and little memory: chunks, preemption, exactness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.wire import Mode
+from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: Path) -> Iterator[Client]:
+    """Tiny random Llama, block 32, chunks of 64 tokens, 40 blocks in all."""
+    reuse = ReuseConfig(policy="aligned", audit_rate=0.0, min_segment_tokens=1)
+    bytes_per_block = BLOCK * 2 * 4 * 4 * 32 * 4
+    config = EngineConfig(
+        model=str(tiny_model),
+        max_model_len=1024,
+        block_size=BLOCK,
+        kv_cache_bytes=40 * bytes_per_block,
+        reuse=reuse,
+        engine_args={"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
+    )
+    engine = InProcessEngine(config)
+    yield Client(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 300])
+def test_harvest_over_small_blocks_and_chunks_equals_hugging_face(
+    small: Client, tiny_model: Path, tmp_path: Path, length: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    text = small.encode(" ".join(QUESTIONS) * 2)[:length]
+    prompt = small.prompt("Read: ", ("document", text), END)
+    source = f"reader-{length}"
+    small.ask(prompt, agent=source, session=source, tokens=1, respond=False)
+    small.ask(small.prompt("ok"), agent="other", session=source, tokens=1)
+    small.engine.call_workers("kvcomm_save_references", str(tmp_path))
+    found = None
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            if file.metadata()["source"] == source:
+                found = file.get_tensor("values")
+    assert found is not None
+    hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        cache = hf(torch.tensor([prompt.token_ids]), use_cache=True).past_key_values
+    start = len(small.encode("Read: "))
+    for layer, values in enumerate(found):
+        true = cache.layers[layer].values[0, :, start : start + length]
+        assert (values - true).abs().max() / true.abs().max() < 1e-4
+
+
+def test_reuse_with_chunked_prefill_reports_and_answers(small: Client) -> None:
+    question = small.encode(" ".join(QUESTIONS))
+    first = small.ask(small.prompt(system("planner"), ("user_question", question), END), agent="p", session="chunks")
+    tail = "\n" + " ".join(QUESTIONS[:1]) + END  # longer than a chunk: the computed part is chunked too
+    prompt = small.prompt(system("solver"), ("user_question", question), tail)
+    second = small.ask(prompt, agent="s", session="chunks")
+    assert first.report.loaded == 0
+    assert second.report.loaded > len(question) // 2
+    assert second.report.computed > 64
+
+
+def test_preemption_ends_well(small: Client) -> None:
+    """More requests than fit: some are preempted while they decode; all finish with the right number of tokens."""
+    question = small.encode(QUESTIONS[0])
+
+    async def flood() -> list[int]:
+        requests = [
+            small.request(
+                small.prompt(system(agent), ("user_question", question), END),
+                agent=agent,
+                session=f"flood-{i % 2}",
+                tokens=160,
+                mode=Mode.AUTO,
+            )
+            for i in range(3)
+            for agent in ROLES
+        ]
+        answers = await asyncio.wait_for(asyncio.gather(*(small.arun(r) for r in requests)), 200)
+        return [len(a.ids) for a in answers if a.last.finish_reason == "length"]
+
+    lengths = asyncio.run(flood())
+    assert all(n == 160 for n in lengths)
+    after = small.ask(small.prompt(system("writer"), ("user_question", question), END), agent="w", session="after")
+    plain = small.ask(
+        small.prompt(system("writer"), ("user_question", question), END), session="after", mode=Mode.DENSE, salt="plain"
+    )
+    assert after.ids == plain.ids
