@@ -78,7 +78,7 @@ class HermesCodec(ToolCodec):
             "tags": tags,
             "separator": "\n",
             "at_least_one": True,
-            "stop_after_first": not use.parallel,
+            "stop_after_first": not use.parallel or use.named is not None,
         }
         if use.required and answer is not None:
             raise ConfigurationError(
