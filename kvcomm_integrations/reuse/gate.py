@@ -1,122 +1,146 @@
-"""Decides whether a content may be loaded over an edge, and how deep its repair must be. Pure Python, no tensors.
+"""The gate: whether a content may be loaded over an edge, and how deep it must be repaired. Numbers only, no tensors.
 
-The paper gates on the entropy of anchor weights, which does not tell good reuses from bad ones. Here three things decide:
-how many dense examples the edge has learned from, how new the content is to it (leverage), and what audits have shown.
+Inside one domain no cheap signal tells a good reuse from a bad one, so depth follows what is known of the edge: how
+many examples it has learned from, how new the content is to them (leverage), and what audits have measured.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.reuse.policies.base import Readiness
 
-FAMILIAR_LEVERAGE = 0.8
-"""Contents up to here are treated as the edge's maturity says."""
-NEW_LEVERAGE = 1.0
-"""Contents from here on are treated as on a fresh edge."""
-FORGETTING = 0.9
-"""Weight that an audit loses with each later one, so that an edge can recover."""
-LEAST_AUDITS = 3
-"""Audits needed before an edge is judged."""
+FAMILIAR = 0.8
+"""Leverage below which a content is like the examples: the map helped in 391 of 394 measured cases."""
+NEW = 1.0
+"""Leverage above which it is not: the edge counts as one without examples."""
+
+CONFIDENCE = 1.28
+"""Standard errors of a one-sided bound of 90%."""
+AUDITS_KEPT = 32
+FRESH_EXAMPLES = 8
+"""Examples to learn after a verdict before it is given up."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What to do with one content: load it or not, and the number of its first tokens to repair."""
+    """What the gate says of one content on one edge."""
 
     load: bool
+    """The content may be loaded."""
     repair_depth: int
+    """First tokens to be repaired if it is."""
     reason: str
+    """Why, for the report."""
 
 
-class EdgeState(StrEnum):
-    """An edge loads as its maturity says, loads with deep repair only, or does not load."""
+class Health(StrEnum):
+    """What audits have made of an edge."""
 
     OPEN = "open"
     DEEPER = "deeper"
+    """Always repaired twice as deep as an edge without examples."""
     CLOSED = "closed"
+    """Not loaded."""
 
 
 @dataclass
 class EdgeHealth:
-    """Audited divergence of one edge, with a confidence bound; recent audits count more.
+    """Audited divergence of an edge, and the verdict it leads to.
 
-    An open edge whose divergence is surely beyond the limit repairs deeper; a deeper one closes. A closed edge opens
-    again, repairing deeply, after ``mature_examples`` fresh examples.
+    An edge is open until the mean divergence exceeds the limit with confidence; then it repairs deeper; if that does
+    not help it is closed. Fresh examples bring it one step back, from deeper to open only if audits agree. The
+    divergence of a request spreads about as much as its mean, so ``n`` audits know the mean to within
+    ``mean / sqrt(n)``.
     """
 
-    state: EdgeState = EdgeState.OPEN
-    last: float | None = None
-    """Latest audited divergence, nats."""
-    weight: float = 0.0
-    mean: float = 0.0
-    spread: float = 0.0
-    """Weighted sum of squared deviations from the mean."""
-    closed_at: int = 0
-    """Examples the edge had when it closed."""
+    verdict: Health = Health.OPEN
+    audits: deque[float] = field(default_factory=lambda: deque(maxlen=AUDITS_KEPT))
+    """Divergences since the last change of verdict, nats."""
+    _examples: int | None = None
+    """Examples when the verdict last changed; ``None`` until they are known."""
 
     def audited(self, divergence: float) -> None:
-        """Take in an audit: KL of the first token between the dense run and reuse, nats."""
-        self.last = divergence
-        self.weight, self.spread = self.weight * FORGETTING + 1, self.spread * FORGETTING
-        step = divergence - self.mean
-        self.mean += step / self.weight
-        self.spread += step * (divergence - self.mean)
+        """Note one audit, in nats. What is not a number counts as without bound."""
+        self.audits.append(math.inf if math.isnan(divergence) else max(0.0, divergence))
 
-    @property
-    def lower_bound(self) -> float:
-        """The divergence is at least this with about 95 % confidence, nats; 0 before there are enough audits."""
-        if self.weight < 1 + FORGETTING + FORGETTING**2 - 1e-9:
-            return 0.0
-        return max(0.0, self.mean - 1.65 * math.sqrt(self.spread / self.weight / self.weight))
+    def judge(self, limit: float, examples: int) -> Health:
+        """The verdict now.
 
-    def judge(self, examples: int, config: ReuseConfig) -> EdgeState:
-        """The state now, after moving on if the audits ask for it."""
-        if self.state is EdgeState.CLOSED:
-            if examples >= self.closed_at + config.mature_examples:
-                self._move(EdgeState.DEEPER)
-        elif self.lower_bound > config.max_divergence:
-            self._move(EdgeState.DEEPER if self.state is EdgeState.OPEN else EdgeState.CLOSED)
-            self.closed_at = examples
-        elif self.state is EdgeState.DEEPER and self.weight >= LEAST_AUDITS and self.mean < config.max_divergence / 2:
-            self._move(EdgeState.OPEN)
-        return self.state
+        Args:
+            limit: most divergence tolerated, nats.
+            examples: examples the edge has learned from.
+        """
+        if self._examples is None or examples < self._examples:
+            self._examples = examples
+        relearned = examples - self._examples >= FRESH_EXAMPLES
+        low, high = self.bounds()
+        if self.verdict is not Health.CLOSED and low > limit:
+            self._change(Health.DEEPER if self.verdict is Health.OPEN else Health.CLOSED, examples)
+        elif self.verdict is Health.CLOSED and relearned:
+            self._change(Health.DEEPER, examples)
+        elif self.verdict is Health.DEEPER and relearned and high < limit:
+            self._change(Health.OPEN, examples)
+        return self.verdict
 
-    def _move(self, state: EdgeState) -> None:
-        self.state = state
-        self.weight = self.mean = self.spread = 0.0
+    def bounds(self) -> tuple[float, float]:
+        """Confidence bounds of the mean divergence, nats; ``(0, inf)`` without audits."""
+        if not self.audits:
+            return 0.0, math.inf
+        mean = sum(self.audits) / len(self.audits)
+        if math.isinf(mean):
+            return mean, mean
+        error = CONFIDENCE / math.sqrt(len(self.audits))
+        return max(0.0, mean * (1 - error)), mean * (1 + error)
+
+    def _change(self, verdict: Health, examples: int) -> None:
+        self.verdict = verdict
+        self.audits.clear()
+        self._examples = examples
 
 
-def decide(
-    readiness: Readiness, config: ReuseConfig, *, tokens: int, health: EdgeHealth | None = None
-) -> GateDecision:
-    """Whether a content of ``tokens`` tokens may be loaded over an edge, and how deep its repair must be.
+def decide(readiness: Readiness, config: ReuseConfig, *, tokens: int, health: EdgeHealth | None = None) -> GateDecision:
+    """Decide on one content.
 
     Args:
-        readiness: what the policy knows of the edge and of the content.
-        config: depths and thresholds.
+        readiness: what the policy knows of the edge and the content.
+        config: thresholds and depths.
         tokens: length of the content.
-        health: what audits of the edge have shown; ``None`` if there were none.
+        health: audits of the edge, if there were any.
     """
-    examples, leverage = readiness.examples, readiness.leverage
-    state = health.judge(examples, config) if health is not None else EdgeState.OPEN
-    if state is EdgeState.CLOSED:
-        return GateDecision(False, 0, "edge closed: audits diverged too far")
-    if config.strict and examples < config.min_examples:
-        return GateDecision(False, 0, f"strict: {examples} of {config.min_examples} examples")
-    deep = min(config.repair_depth, tokens // 2)
-    shallow = min(deep, max(config.mature_depth, tokens // 8))
-    if state is EdgeState.DEEPER:
-        return GateDecision(True, deep, "deep repair: audits diverged")
-    if examples == 0:
-        return GateDecision(True, deep, "fresh edge: deep repair")
-    maturity = min(1.0, examples / config.mature_examples)
-    reason = f"{examples} example{'s' if examples > 1 else ''}"
-    if leverage is not None and leverage > FAMILIAR_LEVERAGE:
-        familiar = max(0.0, (NEW_LEVERAGE - leverage) / (NEW_LEVERAGE - FAMILIAR_LEVERAGE))
-        maturity *= familiar
-        reason += f", content {'new' if familiar == 0 else 'partly new'} to the edge (leverage {leverage:.2f})"
-    return GateDecision(True, round(deep + (shallow - deep) * maturity), reason)
+    examples = readiness.examples
+    verdict = Health.OPEN if health is None else health.judge(config.max_divergence, examples)
+    if verdict is Health.CLOSED:
+        return GateDecision(False, 0, f"audits found more than {config.max_divergence} nats of divergence")
+    trust = _familiarity(readiness.leverage)
+    if config.strict and (examples < config.min_examples or trust == 0):
+        why = "content is new to the edge" if examples >= config.min_examples else f"{examples} examples"
+        return GateDecision(False, 0, f"strict: {why}, {config.min_examples} are needed")
+    reach = 2 * config.repair_depth if verdict is Health.DEEPER else config.repair_depth
+    deep = min(reach, tokens // 2)
+    if verdict is Health.DEEPER:
+        return GateDecision(True, deep, "audits ask for deeper repair")
+    shallow = min(deep, max(config.mature_depth, math.ceil(deep / 8)))
+    maturity = trust * min(1.0, examples / config.mature_examples)
+    depth = deep - math.floor((deep - shallow) * maturity)
+    return GateDecision(True, depth, _reason(readiness, trust, config))
+
+
+def _familiarity(leverage: float | None) -> float:
+    """1 for contents like the examples, 0 for new ones, a straight line between."""
+    if leverage is None:
+        return 1.0
+    return min(1.0, max(0.0, (NEW - leverage) / (NEW - FAMILIAR)))
+
+
+def _reason(readiness: Readiness, trust: float, config: ReuseConfig) -> str:
+    if readiness.examples == 0:
+        return "edge without examples"
+    if trust == 0:
+        return f"content is new to the edge (leverage {readiness.leverage:.2f})"
+    age = "mature" if readiness.examples >= config.mature_examples else "maturing"
+    return f"{age} edge, {readiness.examples} examples"

@@ -1,67 +1,119 @@
-"""The gate's decisions, one by one."""
+"""The gate's decision, and what audits make of an edge."""
 
-from __future__ import annotations
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.reuse.gate import EdgeHealth, EdgeState, decide
+from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, EdgeHealth, Health, decide
 from kvcomm_integrations.reuse.policies.base import Readiness
 
-CONFIG = ReuseConfig(repair_depth=32, mature_depth=8, mature_examples=8, max_divergence=0.5)
+CONFIG = ReuseConfig()
 
 
-def _depth(examples: int, tokens: int, leverage: float | None = None) -> int:
-    return decide(Readiness(examples, examples > 0, leverage), CONFIG, tokens=tokens).repair_depth
+def depth(examples: int, tokens: int = 1000, leverage: float | None = None, config: ReuseConfig = CONFIG) -> int:
+    decision = decide(Readiness(examples, examples > 0, leverage), config, tokens=tokens)
+    assert decision.load
+    return decision.repair_depth
 
 
-def test_a_fresh_edge_loads_with_deep_repair_of_at_most_half() -> None:
-    assert _depth(0, 400) == 32
-    assert _depth(0, 20) == 10
+def test_depth_shrinks_with_examples():
+    assert [depth(n) for n in (0, 2, 4, 6, 8, 100)] == [32, 26, 20, 14, 8, 8]
 
 
-def test_repair_shrinks_with_examples_to_an_eighth_but_at_least_the_mature_depth() -> None:
-    depths = [_depth(n, 100) for n in range(12)]
-    assert depths == sorted(depths, reverse=True)
-    assert depths[8:] == [12] * 4
-    assert _depth(8, 40) == 8
-    assert _depth(8, 4000) == 32
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 0), (9, 4), (40, 20), (63, 31), (64, 32), (5000, 32)])
+def test_a_fresh_edge_repairs_at_most_half_of_a_short_content(tokens, expected):
+    assert depth(0, tokens) == expected
 
 
-def test_new_contents_are_treated_as_on_a_fresh_edge() -> None:
-    assert _depth(8, 64, leverage=0.5) == 8
-    assert _depth(8, 64, leverage=1.2) == 32
-    assert 8 < _depth(8, 64, leverage=0.9) < 32
+def test_an_eighth_of_a_deep_repair_remains():
+    assert depth(99, config=ReuseConfig(repair_depth=256)) == 32
+    assert depth(99, tokens=10, config=ReuseConfig(mature_depth=8)) == 5, "never more than a fresh edge repairs"
 
 
-def test_strict_waits_for_examples() -> None:
-    strict = CONFIG.model_copy(update={"strict": True, "min_examples": 3})
-    assert not decide(Readiness(2, True), strict, tokens=64).load
-    assert decide(Readiness(3, True), strict, tokens=64).load
+@pytest.mark.parametrize(("leverage", "expected"), [(None, 8), (0.0, 8), (0.8, 8), (0.9, 20), (1.0, 32), (50.0, 32)])
+def test_leverage_above_one_is_a_fresh_edge(leverage, expected):
+    assert depth(8, leverage=leverage) == expected
 
 
-def test_bad_audits_deepen_then_close_and_fresh_examples_reopen() -> None:
+def test_strict_waits_for_examples_and_refuses_new_contents():
+    strict = ReuseConfig(strict=True, min_examples=3)
+    assert not decide(Readiness(2, True), strict, tokens=100).load
+    assert decide(Readiness(3, True, 0.5), strict, tokens=100).load
+    refused = decide(Readiness(9, True, 1.2), strict, tokens=100)
+    assert not refused.load and "new" in refused.reason
+
+
+@given(
+    examples=st.integers(0, 50),
+    tokens=st.integers(0, 3000),
+    leverage=st.none() | st.floats(0, 10),
+    repair_depth=st.integers(0, 300),
+    mature_depth=st.integers(0, 300),
+)
+def test_depth_is_within_bounds_and_monotone(examples, tokens, leverage, repair_depth, mature_depth):
+    config = ReuseConfig(repair_depth=repair_depth, mature_depth=mature_depth)
+    now = depth(examples, tokens, leverage, config)
+    assert 0 <= now <= min(repair_depth, tokens // 2)
+    assert depth(examples + 1, tokens, leverage, config) <= now
+    if leverage is not None:
+        assert depth(examples, tokens, leverage + 0.1, config) >= now
+
+
+def test_one_bad_audit_decides_nothing_and_many_do():
     health = EdgeHealth()
-
-    def now(examples: int) -> EdgeState:
-        decide(Readiness(examples, True), CONFIG, tokens=64, health=health)
-        return health.state
-
-    health.audited(3.0)
-    assert now(8) is EdgeState.OPEN  # one audit proves nothing
+    health.audited(2.0)
+    assert health.judge(0.5, 10) is Health.OPEN
     for _ in range(3):
-        health.audited(3.0)
-    assert now(8) is EdgeState.DEEPER
+        health.audited(2.0)
+    assert health.judge(0.5, 10) is Health.DEEPER
+    decision = decide(Readiness(99, True), CONFIG, tokens=1000, health=health)
+    assert decision.load and decision.repair_depth == 64
     for _ in range(4):
-        health.audited(3.0)
-    assert now(8) is EdgeState.CLOSED
-    assert not decide(Readiness(9, True), CONFIG, tokens=64, health=health).load
-    assert now(16) is EdgeState.DEEPER
-    for _ in range(4):
-        health.audited(0.01)
-    assert now(16) is EdgeState.OPEN
+        health.audited(2.0)
+    assert health.judge(0.5, 10) is Health.CLOSED
+    assert not decide(Readiness(12, True), CONFIG, tokens=1000, health=health).load
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3])
-def test_very_short_contents_never_repair_more_than_they_have(tokens: int) -> None:
-    assert 0 <= _depth(0, tokens) <= tokens
+def test_fresh_examples_reopen_an_edge_step_by_step():
+    health = EdgeHealth(verdict=Health.CLOSED)
+    assert health.judge(0.5, 10) is Health.CLOSED
+    assert health.judge(0.5, 10 + FRESH_EXAMPLES - 1) is Health.CLOSED
+    assert health.judge(0.5, 10 + FRESH_EXAMPLES) is Health.DEEPER
+    assert health.judge(0.5, 10 + 2 * FRESH_EXAMPLES) is Health.DEEPER, "no audit has agreed yet"
+    for _ in range(4):
+        health.audited(0.1)
+    assert health.judge(0.5, 10 + 2 * FRESH_EXAMPLES) is Health.OPEN
+
+
+def test_a_forgotten_edge_starts_counting_again():
+    health = EdgeHealth(verdict=Health.CLOSED)
+    health.judge(0.5, 100)
+    assert health.judge(0.5, 0) is Health.CLOSED
+    assert health.judge(0.5, FRESH_EXAMPLES) is Health.DEEPER
+
+
+def test_a_broken_audit_counts_as_without_bound():
+    health = EdgeHealth()
+    health.audited(math.nan)
+    assert health.judge(0.5, 3) is Health.DEEPER
+
+
+@given(st.lists(st.floats(0, 0.3), min_size=1, max_size=100))
+def test_good_audits_never_harm(divergences):
+    health = EdgeHealth()
+    for divergence in divergences:
+        health.audited(divergence)
+        assert health.judge(0.5, 5) is Health.OPEN
+
+
+@given(st.lists(st.floats(0, 5), max_size=60))
+def test_bounds_contain_the_mean_of_what_is_kept(divergences):
+    health = EdgeHealth()
+    for divergence in divergences:
+        health.audited(divergence)
+    low, high = health.bounds()
+    kept = list(health.audits)
+    assert low <= (sum(kept) / len(kept) if kept else 0) <= high
