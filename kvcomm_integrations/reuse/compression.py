@@ -6,6 +6,8 @@ of thin matrices run well in batches on any device, decompositions one after ano
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 SWEEPS = 3
@@ -42,8 +44,41 @@ def truncate(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
         rank: inner size of the product.
 
     Returns:
-        ``left`` ``(..., m, r)`` and ``right`` ``(..., r, n)`` in the matrix's type, with ``r = min(rank, n)``.
+        ``left`` ``(..., m, r)`` and ``right`` ``(..., r, n)`` in the matrix's type, with ``r = min(rank, m, n)``.
     """
     wide = matrix.float()
+    if matrix.shape[-2] < matrix.shape[-1]:
+        basis = leading_basis(wide @ wide.mT, rank)
+        return basis.to(matrix.dtype), (basis.mT @ wide).to(matrix.dtype)
     basis = leading_basis(wide.mT @ wide, rank)
     return (wide @ basis).to(matrix.dtype), basis.mT.to(matrix.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """KV of one segment, factored per layer over all its heads.
+
+    Args:
+        left: ``(layers, tokens, rank)``.
+        right: ``(layers, rank, kv_heads * head_dim)``.
+        kv_heads: heads.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    kv_heads: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, rank: int) -> Factors:
+        """Factors of ``(layers, kv_heads, tokens, head_dim)``."""
+        return cls(*truncate(tensor.transpose(1, 2).flatten(2), rank), tensor.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.left.nbytes + self.right.nbytes
+
+    def tokens(self, start: int, end: int) -> torch.Tensor:
+        """The product for tokens ``[start, end)``, ``(layers, kv_heads, tokens, head_dim)`` in float32."""
+        rows = self.left[:, start:end].float() @ self.right.float()
+        return rows.unflatten(2, (self.kv_heads, -1)).transpose(1, 2)

@@ -28,7 +28,7 @@ class Rope:
     Args:
         inv_freq: angular frequencies in radians per token, ``(rotary_dim / 2,)``, float32.
         interleaved: pairs are neighbouring channels (GPT-J) instead of the two halves of the rotary part (NeoX).
-        scale: YaRN's attention factor (arXiv 2309.00071, section 3.4); engines fold it into cosines and sines, so a
+        scale: YaRN's attention factor (arXiv 2309.00071); engines fold it into cosines and sines, so a
             rotated key is longer than the plain one by this factor, and taking the rotation off divides by it.
         max_position: positions from here on cannot be rotated, ``None`` for no limit. Dynamic NTK has one: beyond the
             trained length its frequencies depend on the length of the whole sequence.

@@ -13,7 +13,7 @@ def test_truncate_is_nearly_the_best_approximation(shape, rank):
     m, n = shape
     matrix = torch.randn(2, 3, m, n) * torch.exp(-torch.arange(n) / 2.0)
     left, right = truncate(matrix, rank)
-    r = min(rank, n)
+    r = min(rank, m, n)
     assert left.shape == (2, 3, m, r) and right.shape == (2, 3, r, n)
     exact = torch.linalg.svdvals(matrix)[..., r:].square().sum(-1)
     error = (matrix - left @ right).square().sum((-1, -2))
@@ -32,7 +32,7 @@ def test_types_and_empty_matrices():
     left, right = truncate(torch.randn(2, 6, 4).bfloat16(), 2)
     assert left.dtype == right.dtype == torch.bfloat16
     left, right = truncate(torch.randn(2, 0, 4), 2)
-    assert left.shape == (2, 0, 2) and right.shape == (2, 2, 4)
+    assert left.shape == (2, 0, 0) and right.shape == (2, 0, 4)
 
 
 def test_a_basis_is_orthonormal_and_repeatable():

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "aligned": "Aligned",
+    "cacheblend": "CacheBlend",
     "full_share": "FullShare",
+    "kvcmas": "KVCMAS",
+    "kvcomm": "KVCOMM",
     "ridge": "Ridge",
 }
 """Policy name, which is also the name of its module, and its class."""

@@ -1,0 +1,53 @@
+"""CacheBlend: rotate, and recompute the tokens that deviate most. For comparison."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvcomm_integrations.reuse.policies.aligned import Aligned
+from kvcomm_integrations.reuse.policies.states import check_range
+
+
+@dataclass
+class CacheBlend(Aligned):
+    """Selective recomputation (Yao et al., arXiv 2405.16444).
+
+    Nothing is learned. Layer 1 is recomputed for all tokens; those whose KV deviates most there are recomputed in all
+    layers. The policy names them (``select``), the engine recomputes.
+
+    Args:
+        share (float, 0.15): share of a content's tokens that is recomputed.
+    """
+
+    name: ClassVar[str] = "cacheblend"
+
+    share: float = 0.15
+
+    def __post_init__(self) -> None:
+        check_range(self.name, "share", self.share, 0, 1)
+
+    def select(self, estimate: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+        """Tokens to recompute; see ``select_deviating``."""
+        return select_deviating(estimate, truth, self.share)
+
+
+def select_deviating(estimate: torch.Tensor, truth: torch.Tensor, share: float) -> torch.Tensor:
+    """The tokens whose estimate is furthest from the truth.
+
+    Args:
+        estimate: keys or values of layer 1, ``(kv_heads, tokens, head_dim)``.
+        truth: the same, recomputed.
+        share: share of tokens wanted, rounded up.
+
+    Returns:
+        Their indices ``(count,)``, ascending.
+    """
+    if estimate.shape != truth.shape:
+        raise ValueError(f"estimate {tuple(estimate.shape)} and truth {tuple(truth.shape)} differ in shape")
+    deviation = (estimate.float() - truth.float()).square().sum(dim=(0, 2))
+    count = math.ceil(share * len(deviation))
+    return deviation.topk(count).indices.sort().values
