@@ -1,0 +1,143 @@
+"""From the pieces of an answer to AutoGen's ``CreateResult``, and to the strings a stream yields. No engine."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import cast
+
+from autogen_core import FunctionCall
+from autogen_core.models import (
+    ChatCompletionTokenLogprob,
+    CreateResult,
+    FinishReasons,
+    RequestUsage,
+    TopLogprob,
+)
+
+from kvcomm_integrations.engines.base import TokenLogprob
+from kvcomm_integrations.engines.pieces import LastPiece, Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from kvcomm_integrations.errors import EngineError
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_FINISH = {"stop": "stop", "length": "length", "tool_calls": "function_calls"}
+_NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_-]")
+
+
+class Answer:
+    """Collects the pieces of one answer."""
+
+    def __init__(self) -> None:
+        self.reasoning = ""
+        self.text = ""
+        self.calls: list[FunctionCall] = []
+        self._by_index: dict[int, FunctionCall] = {}
+        self._end: LastPiece | None = None
+        self._thinking = False
+
+    @property
+    def end(self) -> LastPiece:
+        """The last piece.
+
+        Raises:
+            EngineError: it has not come.
+        """
+        if self._end is None:
+            raise EngineError("the answer ended before its last piece; the engine may have died, see its log")
+        return self._end
+
+    def add(self, piece: Piece) -> list[str]:
+        """Take one piece; what a stream shows of it. Thinking is shown between ``<think>`` tags."""
+        shown: list[str] = []
+        if isinstance(piece, ReasoningPiece):
+            self.reasoning += piece.text
+            shown.append(piece.text if self._thinking else THINK_OPEN + piece.text)
+            self._thinking = True
+            return shown
+        if self._thinking:
+            shown.append(THINK_CLOSE)
+            self._thinking = False
+        if isinstance(piece, TextPiece):
+            self.text += piece.text
+            if piece.text:
+                shown.append(piece.text)
+        elif isinstance(piece, ToolCallPiece):
+            self._add_call(piece)
+        else:
+            self._end = piece
+        return shown
+
+    def _add_call(self, piece: ToolCallPiece) -> None:
+        call = self._by_index.get(piece.index)
+        if call is None:
+            call = self._by_index[piece.index] = FunctionCall(id="", arguments="", name="")
+            self.calls.append(call)
+        call.id += piece.id or ""
+        call.name += _NOT_IN_NAME.sub("_", piece.name or "")[:64]
+        call.arguments += piece.arguments
+
+    def result(self) -> CreateResult:
+        """The finished answer. Beside calls, reasoning and text both go into the thought.
+
+        Raises:
+            EngineError: the last piece has not come.
+        """
+        end = self.end
+        for call in self.calls:
+            call.arguments = call.arguments.strip() or "{}"
+        reason = _FINISH.get(end.finish_reason, "unknown")
+        thought = join_thought(self.reasoning, self.text) if self.calls else self.reasoning
+        return CreateResult(
+            finish_reason=cast(FinishReasons, reason),
+            content=list(self.calls) if self.calls else self.text,
+            usage=RequestUsage(prompt_tokens=end.usage.prompt_tokens, completion_tokens=end.usage.completion_tokens),
+            cached=False,
+            logprobs=[_logprob(entry) for entry in end.logprobs] or None,
+            thought=thought or None,
+        )
+
+
+def join_thought(reasoning: str, text: str) -> str:
+    """One thought from the reasoning and the text that came with tool calls."""
+    return "\n\n".join(part for part in (reasoning, text) if part)
+
+
+def _logprob(entry: TokenLogprob) -> ChatCompletionTokenLogprob:
+    return ChatCompletionTokenLogprob(
+        token=entry.token,
+        logprob=entry.logprob,
+        top_logprobs=[
+            TopLogprob(logprob=logprob, bytes=list(token.encode("utf-8", "surrogatepass")))
+            for _, token, logprob in entry.top
+        ],
+        bytes=list(entry.token.encode("utf-8", "surrogatepass")),
+    )
+
+
+class ThoughtMemory:
+    """Which part of a thought was reasoning and which was text, by the ids of the calls it came with.
+
+    AutoGen has one field for both, but a chat template treats them differently. Thread-safe and bounded.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        self._size = size
+        self._parts: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, answer: Answer) -> None:
+        """Remember an answer that has calls and reasoning."""
+        if not answer.calls or not answer.reasoning:
+            return
+        with self._lock:
+            self._parts[answer.calls[0].id] = (answer.reasoning, answer.text)
+            while len(self._parts) > self._size:
+                self._parts.popitem(last=False)
+
+    def split(self, calls: Sequence[FunctionCall], thought: str) -> tuple[str, str]:
+        """Reasoning and text of an earlier answer; a thought nobody remembers is text."""
+        with self._lock:
+            parts = self._parts.get(calls[0].id) if calls else None
+        return parts if parts is not None and join_thought(*parts) == thought else ("", thought)
