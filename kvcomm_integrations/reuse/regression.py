@@ -89,6 +89,7 @@ class EdgeRegression:
 
     @classmethod
     def empty(cls, example: KV) -> EdgeRegression:
+        """State without examples, for KV of the example's shape and on its device."""
         layers, kv_heads, _, head_dim = example.keys.shape
         features = 2 * head_dim + len(DECAYS)
         moments = Moments.empty((layers - 1) * kv_heads, features, features + 2 * head_dim, example.keys.device)
@@ -102,13 +103,15 @@ class EdgeRegression:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of moments and whatever is solved; constant once both are."""
         solved = sum(part.nbytes for part in (self._map, self._whitening) if part is not None)
         return self.moments.nbytes + solved
 
     def learn(self, reference: KV, truth: KV) -> None:
+        """Take in one example whose first token is the segment's first."""
         self._check(reference)
         dim, features, tokens = self.head_dim, self.moments.features, reference.keys.shape[2]
-        rows = torch.empty(self.layers - 1, self.kv_heads, tokens, features + 2 * dim, device=reference.keys.device)
+        rows = torch.empty(self.layers - 1, self.kv_heads, tokens, features + 2 * dim, device=self.moments.mean.device)
         rows[..., :dim] = reference.keys[1:]
         rows[..., dim : 2 * dim] = reference.values[1:]
         rows[..., 2 * dim : features] = _position_features(tokens, 0, rows)
@@ -120,11 +123,15 @@ class EdgeRegression:
         self._map = self._whitening = None
 
     def merge(self, other: EdgeRegression) -> None:
+        """Take in all examples of another state of the same shape."""
         self.moments.merge(other.moments)
         self.examples += other.examples
         self._map = self._whitening = None
 
     def apply(self, reference: KV, start: int, rank: int, penalty: float) -> KV:
+        """The estimate for a content. The map is solved on first use after learning and kept; its part of the estimate
+        shrinks as ``FAMILIAR / leverage`` where the content is new, the mean correction stays.
+        """
         self._check(reference)
         if self._map is None:
             self._map = self._solve(rank, penalty)
@@ -208,11 +215,13 @@ class EdgeRegression:
             )
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything learned, for saving."""
         counts = (self.layers, self.kv_heads, self.head_dim, self.examples, self.moments.rows)
         return {"counts": torch.tensor(counts), "mean": self.moments.mean, "scatter": self.moments.scatter}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> EdgeRegression:
+        """The state that ``tensors`` was called on, as a copy."""
         layers, kv_heads, head_dim, examples, rows = tensors["counts"].tolist()
         scatter = tensors["scatter"].clone()
         moments = Moments(scatter.shape[1], rows, tensors["mean"].clone(), scatter)

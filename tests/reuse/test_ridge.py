@@ -48,7 +48,7 @@ def test_it_equals_the_formula():
     content = random_kv(7)
     estimate = torch.cat(ridge.correct(EDGE, content), dim=-1)
     trust = min(1.0, 0.8 / ridge.ready(EDGE, content).leverage)
-    penalty = penalty_for(3)
+    penalty = penalty_for(tokens=34, features=12)
 
     def features(kv: KV, layer: int, head: int) -> torch.Tensor:
         x = torch.cat([kv.keys[layer, head], kv.values[layer, head]], dim=-1).double()
@@ -195,8 +195,8 @@ def test_a_saved_state_comes_back():
     assert ridge.ready(EDGE).examples == 2, "a loaded state is a copy"
 
 
-def test_the_penalty_falls_with_examples():
-    assert [penalty_for(n) for n in (1, 2, 3, 7, 8, 500)] == [10.0, 3.0, 1.0, 1.0, 0.3, 0.3]
+def test_the_penalty_falls_with_tokens_per_feature():
+    assert [penalty_for(tokens, 100) for tokens in (0, 200, 600, 2000, 10**6)] == [3.0, 3.0, 1.0, 0.3, 0.3]
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"penalty": 0.0}, {"max_bytes": -1}])

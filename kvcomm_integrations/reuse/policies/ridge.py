@@ -12,13 +12,18 @@ from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
 from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
 from kvcomm_integrations.reuse.regression import EdgeRegression
 
-PENALTIES = ((1, 10.0), (2, 3.0), (7, 1.0))
-"""Most examples, and the penalty up to there."""
+PENALTIES = (0.3, 3.0)
+"""Least and most penalty chosen by itself."""
 
 
-def penalty_for(examples: int) -> float:
-    """The penalty that held-out examples preferred, by how many there were to learn from."""
-    return next((penalty for most, penalty in PENALTIES if examples <= most), 0.3)
+def penalty_for(tokens: int, features: int) -> float:
+    """The penalty that held-out contents preferred, by how many tokens there were to learn from.
+
+    What counts is tokens per feature, not examples: two documents of 500 tokens want as little as sixteen questions of
+    60. Contents unlike the examples would want more; leverage shrinks their correction instead.
+    """
+    least, most = PENALTIES
+    return min(most, max(least, 6.0 * features / max(tokens, 1)))
 
 
 @dataclass
@@ -32,8 +37,8 @@ class Ridge(Policy):
 
     Args:
         rank (int, 32): rank the map is cut to before use, in the metric of its output; ``2 * head_dim`` keeps all.
-        penalty (float | None, None): ridge penalty in units of a channel's variance; ``None`` takes 10 for one
-            example, 3 for two, 1 below eight, 0.3 from there on.
+        penalty (float | None, None): ridge penalty in units of a channel's variance; ``None`` takes 3 for the first
+            few hundred tokens, falling to 0.3 as they grow.
         max_bytes (int, 1 GiB): budget for all edges; the least recently used are evicted.
     """
 
@@ -62,7 +67,7 @@ class Ridge(Policy):
             return
         state = self._states.get(edge)
         if state is None:
-            state = EdgeRegression.empty(reference)
+            state = EdgeRegression.empty(truth)
         state.learn(reference, truth)
         self._states.put(edge, state)
         self._states.evict()
@@ -82,7 +87,7 @@ class Ridge(Policy):
         state = self._states.get(edge)
         if state is None or reference.keys.shape[2] == 0:
             return reference
-        penalty = penalty_for(state.examples) if self.penalty is None else self.penalty
+        penalty = penalty_for(state.moments.rows, state.moments.features) if self.penalty is None else self.penalty
         return state.apply(reference, start, self.rank, penalty)
 
     def state_bytes(self, edge: Edge | None = None) -> int:
