@@ -124,7 +124,7 @@ def decide(readiness: Readiness, config: ReuseConfig, *, tokens: int, health: Ed
     deep = min(reach, tokens // 2)
     if verdict is Health.DEEPER:
         return GateDecision(True, deep, "audits ask for deeper repair")
-    shallow = min(deep, max(config.mature_depth, math.ceil(deep / 8)))
+    shallow = min(deep, max(config.mature_depth, tokens // 8))
     maturity = trust * min(1.0, examples / config.mature_examples)
     depth = deep - math.floor((deep - shallow) * maturity)
     return GateDecision(True, depth, _reason(readiness, trust, config))

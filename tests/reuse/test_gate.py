@@ -13,7 +13,7 @@ from kvcomm_integrations.reuse.policies.base import Readiness
 CONFIG = ReuseConfig()
 
 
-def depth(examples: int, tokens: int = 1000, leverage: float | None = None, config: ReuseConfig = CONFIG) -> int:
+def depth(examples: int, tokens: int = 64, leverage: float | None = None, config: ReuseConfig = CONFIG) -> int:
     decision = decide(Readiness(examples, examples > 0, leverage), config, tokens=tokens)
     assert decision.load
     return decision.repair_depth
@@ -28,9 +28,8 @@ def test_a_fresh_edge_repairs_at_most_half_of_a_short_content(tokens, expected):
     assert depth(0, tokens) == expected
 
 
-def test_an_eighth_of_a_deep_repair_remains():
-    assert depth(99, config=ReuseConfig(repair_depth=256)) == 32
-    assert depth(99, tokens=10, config=ReuseConfig(mature_depth=8)) == 5, "never more than a fresh edge repairs"
+def test_a_mature_edge_repairs_the_first_eighth_but_never_more_than_a_fresh_one():
+    assert [depth(99, tokens) for tokens in (10, 40, 64, 100, 200, 4000)] == [5, 8, 8, 12, 25, 32]
 
 
 @pytest.mark.parametrize(("leverage", "expected"), [(None, 8), (0.0, 8), (0.8, 8), (0.9, 20), (1.0, 32), (50.0, 32)])
