@@ -10,7 +10,7 @@ from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, EdgeHealth, Health, decide
 from kvcomm_integrations.reuse.policies.base import Readiness
 
-CONFIG = ReuseConfig()
+CONFIG = ReuseConfig(repair_depth=32, mature_depth=8, mature_examples=8, max_divergence=0.5)
 
 
 def depth(examples: int, tokens: int = 64, leverage: float | None = None, config: ReuseConfig = CONFIG) -> int:
