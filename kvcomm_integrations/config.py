@@ -48,10 +48,11 @@ class ReuseConfig(BaseModel):
     """Run the repair pass. Off: plans stop at the first token that cannot be loaded."""
     repair_depth: int = Field(default=32, ge=0)
     """First tokens of each loaded placeholder that are repaired on an edge without examples (at most half of it)."""
-    mature_examples: int = Field(default=8, ge=1)
+    mature_examples: int = Field(default=4, ge=1)
     """Examples after which an edge repairs only ``mature_depth`` tokens."""
     mature_depth: int = Field(default=8, ge=0)
-    """Least number of first tokens repaired on a mature edge (or an eighth of ``repair_depth``'s reach, if more)."""
+    """Least number of first tokens repaired on a mature edge (an eighth of the content if that is more, but never more
+    than ``repair_depth``)."""
     max_repair_share: float = Field(default=0.6, ge=0, le=1)
     """Repaired share of the prompt's not yet exact tokens above which the request runs densely."""
     max_repair_tokens: int = Field(default=4096, ge=0)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from array import array
-from collections.abc import Iterable
-from hashlib import blake2b
+from collections.abc import Sequence
 
 
-def content_id(token_ids: Iterable[int], *keys: str) -> str:
-    """Hash of a segment's token ids and of whatever keeps it apart (model, LoRA adapter, tenant, session).
+def content_id(token_ids: Sequence[int], *keys: str) -> str:
+    """Hash of token ids and of whatever else must keep contents apart. Equal in every process and on every machine.
 
-    Returns:
-        32 hexadecimal digits.
+    Args:
+        token_ids: the content's tokens.
+        keys: further distinctions (model, LoRA adapter, tenant, name), order matters.
     """
-    digest = blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for key in keys:
-        encoded = key.encode()
-        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+        raw = key.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    digest.update(b"\0ids\0")
+    packed = array("q", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    digest.update(packed.tobytes())
     return digest.hexdigest()

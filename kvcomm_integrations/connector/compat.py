@@ -25,8 +25,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 __all__ = [
-    "CommonAttentionMetadata",
     "BlockHasher",
+    "CommonAttentionMetadata",
     "KVCacheConfig",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -43,8 +43,8 @@ __all__ = [
     "current_connector",
     "hash_block_size",
     "logits_of",
-    "repair_refusal",
     "rehash",
+    "repair_refusal",
     "run_virtual_batch",
     "unsupported_reason",
     "write_with_engine",
@@ -113,7 +113,7 @@ def block_hasher(request: Request) -> BlockHasher | None:
 
 
 def rehash(request: Request, keep: int, hasher: BlockHasher) -> None:
-    """Keep the first ``keep`` block hashes of a request and compute all later ones with ``hasher``, now and for good."""
+    """Keep the first ``keep`` block hashes of a request and compute all later ones with ``hasher`` from now on."""
     request._block_hasher = hasher
     del request.block_hashes[keep:]
     request.update_block_hashes()
@@ -203,7 +203,7 @@ def run_virtual_batch(
 
 
 def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
-    """Logits ``(tokens, vocabulary)`` of hidden states; ``None`` on ranks that do not hold them. All ranks must call."""
+    """Logits ``(tokens, vocabulary)`` of hidden states; ``None`` on ranks without them. All ranks must call."""
     with torch.inference_mode():
         logits: torch.Tensor | None = runner.model.compute_logits(hidden)
         return logits

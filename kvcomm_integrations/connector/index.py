@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 from typing import NamedTuple
+
+from kvcomm_integrations.connector.runs import RunIndex
 
 
 class ContentKey(NamedTuple):
@@ -62,6 +65,7 @@ class ReferenceIndex:
         self._by_id: dict[int, Entry] = {}
         self._ids = count(1)
         self._drops: list[int] = []
+        self._runs = RunIndex()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,13 +74,32 @@ class ReferenceIndex:
         """The entry for a content, ready or promised."""
         return self._entries.get(key)
 
+    def find_part(self, scope: str, ids: Sequence[int]) -> tuple[Entry, int] | None:
+        """The response that holds these tokens in a row, and from which of its tokens on."""
+        run = self._runs.find(scope, ids)
+        entry = self._by_id.get(run.ref_id) if run is not None else None
+        return (entry, run.offset) if run is not None and entry is not None else None
+
     def touch(self, entry: Entry) -> None:
         """Count a use."""
         entry.uses += 1
         self._entries.move_to_end(entry.key)
 
-    def promise(self, key: ContentKey, tokens: int, *, name: str, source: str, dense: bool, owner: str) -> Entry | None:
+    def promise(
+        self,
+        key: ContentKey,
+        tokens: int,
+        *,
+        name: str,
+        source: str,
+        dense: bool,
+        owner: str,
+        parts_of: Sequence[int] = (),
+    ) -> Entry | None:
         """Announce a reference that ``owner`` is about to compute, evicting older ones to make room.
+
+        Args:
+            parts_of: the content's token ids, if parts of it shall be found too.
 
         Returns:
             ``None`` if the content is held or promised already, or cannot fit.
@@ -88,6 +111,7 @@ class ReferenceIndex:
         self._entries[key] = entry
         self._by_id[entry.ref_id] = entry
         self.used += nbytes
+        self._runs.add(entry.ref_id, key.scope, parts_of)
         return entry
 
     def acknowledge(self, ref_id: int, ranks: int) -> None:
@@ -114,6 +138,7 @@ class ReferenceIndex:
             return
         del self._entries[entry.key]
         self.used -= entry.nbytes
+        self._runs.remove(ref_id)
         self._drops.append(ref_id)
 
     def withdraw_scope(self, scope: str) -> int:

@@ -52,11 +52,12 @@ class HarvestJob:
 
 @dataclass(frozen=True)
 class ObserveJob:
-    """Learn an edge from a dense prefill: tokens from ``start`` on are the truth for a reference."""
+    """Learn an edge from a dense prefill: tokens from ``start`` on are the truth for a reference from ``offset`` on."""
 
     policy: str
     edge: Edge
     ref_id: int
+    offset: int
     blocks: tuple[int, ...]
     start: int
     tokens: int

@@ -13,7 +13,8 @@ from kvcomm_integrations.wire import Segment, SegmentKind, SegmentReport
 class Candidate:
     """A segment, and what the gate says about loading it.
 
-    ``entry`` is ``None`` where nothing may be loaded. ``depth`` is the number of first tokens to be repaired.
+    ``entry`` is ``None`` where nothing may be loaded. The segment begins at token ``offset`` of the entry's reference.
+    ``depth`` is the number of first tokens to be repaired.
     """
 
     segment: Segment
@@ -22,6 +23,7 @@ class Candidate:
     reason: str = ""
     confidence: float | None = None
     examples: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def _loadable(prompt_tokens: int, exact: int, candidates: Sequence[Candidate]) -
         if candidate.entry is None:
             continue
         start = max(candidate.segment.start + candidate.depth, exact)
-        end = min(candidate.segment.start + candidate.entry.tokens, candidate.segment.end, prompt_tokens - 1)
+        held = candidate.entry.tokens - candidate.offset
+        end = min(candidate.segment.start + held, candidate.segment.end, prompt_tokens - 1)
         if end > start:
             spans.append(Span(start, end, position))
     return spans

@@ -1,8 +1,9 @@
-"""The repair pass: one extra forward over scattered tokens of several requests, attending over KV that is there already.
+"""The repair pass: one extra forward over scattered tokens of several requests, attending over the KV that is there.
 
 Each gap ``[start, end)`` becomes a row of its own: query length ``end - start``, sequence length ``end``, the request's
 own block table. Every layer writes the new KV of all rows before it attends, so later gaps see earlier ones. Where the
-known KV is exact, so is the result, bit for bit.
+known KV is exact, so is the result, bit for bit; rows of a single token take the engine's decoding kernel and agree to
+its rounding.
 """
 
 from __future__ import annotations

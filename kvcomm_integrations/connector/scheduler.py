@@ -38,7 +38,7 @@ from kvcomm_integrations.connector.metadata import (
     WorkerReport,
 )
 from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan
-from kvcomm_integrations.connector.tracking import Tracked
+from kvcomm_integrations.connector.tracking import Lesson, Tracked
 from kvcomm_integrations.errors import WireError
 from kvcomm_integrations.ids import content_id
 from kvcomm_integrations.reuse.policies import policy_traits
@@ -301,8 +301,18 @@ class SchedulerHalf:
         )
 
     def _key(self, tracked: Tracked, segment: Segment) -> ContentKey:
-        ids = tracked.request.prompt_token_ids or ()
-        return ContentKey(tracked.scope, content_id(ids[segment.start : segment.end]))
+        return ContentKey(tracked.scope, content_id(self._ids(tracked, segment)))
+
+    def _ids(self, tracked: Tracked, segment: Segment) -> list[int]:
+        return (tracked.request.prompt_token_ids or [])[segment.start : segment.end]
+
+    def _find(self, tracked: Tracked, segment: Segment) -> tuple[Entry | None, int]:
+        """The entry that holds a segment's content, ready or promised, and the content's first token in it."""
+        ids = self._ids(tracked, segment)
+        entry = self.index.lookup(ContentKey(tracked.scope, content_id(ids)))
+        if entry is not None:
+            return entry, 0
+        return self.index.find_part(tracked.scope, ids) or (None, 0)
 
     def _edge(self, tracked: Tracked, entry: Entry, name: str) -> Edge:
         """Corrections are shared within a tenant, whatever the isolation of contents."""
@@ -320,7 +330,7 @@ class SchedulerHalf:
         return any(
             entry is not None and entry.state is EntryState.PROMISED and segment.end > exact
             for segment in self._placeholders(tracked)
-            for entry in (self.index.lookup(self._key(tracked, segment)),)
+            for entry, _ in (self._find(tracked, segment),)
         )
 
     def _may_wait(self, tracked: Tracked) -> bool:
@@ -356,7 +366,7 @@ class SchedulerHalf:
         tokens = segment.end - segment.start
         if tokens < self.config.min_segment_tokens:
             return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
-        entry = self.index.lookup(self._key(tracked, segment))
+        entry, offset = self._find(tracked, segment)
         if entry is None or entry.state is not EntryState.READY:
             return Candidate(segment, reason="not seen before")
         if not self.verified:
@@ -370,7 +380,7 @@ class SchedulerHalf:
         depth = decision.repair_depth if traits is not None and traits.repairs else 0
         leverage = entry.leverage.get((policy, edge))
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
-        return Candidate(segment, entry, depth, decision.reason, confidence, examples)
+        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
 
     def _dense_instead(self, tracked: Tracked, plan: Plan) -> str:
         """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
@@ -405,6 +415,8 @@ class SchedulerHalf:
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             return
         for segment in self._placeholders(tracked):
+            if self._find(tracked, segment)[0] is not None:
+                continue
             entry = self.index.promise(
                 self._key(tracked, segment),
                 segment.end - segment.start,
@@ -424,17 +436,17 @@ class SchedulerHalf:
             if traits is None or not traits.learns:
                 continue
             for segment in self._placeholders(tracked):
-                entry = self.index.lookup(self._key(tracked, segment))
+                entry, offset = self._find(tracked, segment)
                 if entry is None or entry.state is not EntryState.READY:
                     continue
                 edge = self._edge(tracked, entry, segment.name)
-                tokens = min(entry.tokens, segment.end - segment.start)
-                tracked.observes.append((policy, edge, entry.ref_id, segment.start, tokens))
+                tokens = min(entry.tokens - offset, segment.end - segment.start)
+                tracked.observes.append(Lesson(policy, edge, entry.ref_id, offset, segment.start, tokens))
 
     def _observe_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[ObserveJob]:
         jobs = [
-            ObserveJob(policy, edge, ref_id, blocks, start, tokens)
-            for policy, edge, ref_id, start, tokens in tracked.observes
+            ObserveJob(lesson.policy, lesson.edge, lesson.ref_id, lesson.offset, blocks, lesson.start, lesson.tokens)
+            for lesson in tracked.observes
         ]
         tracked.observes = []
         return jobs
@@ -445,7 +457,7 @@ class SchedulerHalf:
             candidate = candidates[span.candidate]
             assert candidate.entry is not None
             edge = self._edge(tracked, candidate.entry, candidate.segment.name)
-            offset = span.start - candidate.segment.start
+            offset = candidate.offset + span.start - candidate.segment.start
             spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge))
         return tuple(spans)
 
@@ -503,7 +515,13 @@ class SchedulerHalf:
             return []
         key = ContentKey(tracked.scope, content_id(ids))
         entry = self.index.promise(
-            key, covered, name=params.response_name, source=params.agent, dense=not tracked.guard.active, owner=""
+            key,
+            covered,
+            name=params.response_name,
+            source=params.agent,
+            dense=not tracked.guard.active,
+            owner="",
+            parts_of=ids[:covered],
         )
         if entry is None:
             return []

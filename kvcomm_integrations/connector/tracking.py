@@ -13,6 +13,18 @@ from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """An edge could learn from tokens ``start`` on of the prompt, which are ``offset`` on of the reference."""
+
+    policy: str
+    edge: Edge
+    ref_id: int
+    offset: int
+    start: int
+    tokens: int
+
+
 @dataclass
 class Tracked:
     """One live request.
@@ -41,8 +53,8 @@ class Tracked:
     """Policies with the plans they would have made, to be compared once the request is over."""
     dense_instead: str | None = None
     """Why it runs densely though it could reuse; ``None`` until that has been decided."""
-    observes: list[tuple[str, Edge, int, int, int]] = field(default_factory=list)
-    """Policy, edge, reference, first token and tokens of what can be learned once the prompt is complete."""
+    observes: list[Lesson] = field(default_factory=list)
+    """What can be learned once the prompt is complete."""
     preemptions: int = 0
     """Preemptions noticed so far."""
     prompt_done: bool = False

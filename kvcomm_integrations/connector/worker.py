@@ -30,7 +30,7 @@ from kvcomm_integrations.connector.metadata import (
 from kvcomm_integrations.connector.paged import PagedCache, probe_layout
 from kvcomm_integrations.connector.repair import Gap, repair
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
-from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies import create_policy, policy_traits
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
@@ -186,14 +186,13 @@ class WorkerHalf:
         self.audit_log.extend(results)
 
     def _harvest(self, job: HarvestJob) -> None:
-        if self.cache is None or self.rope is None or self.disabled:
+        if self.cache is None or self.disabled:
             self._report.failed[job.ref_id] = self.disabled or "no paged cache"
             return
-        if job.check_ids and not self.verified:
-            self._self_check(job)
-            if self.disabled:
-                self._report.failed[job.ref_id] = self.disabled
-                return
+        if job.check_ids and not self.verified and (reason := self._self_check(job)):
+            self.disable(reason)
+            self._report.failed[job.ref_id] = reason
+            return
         kv = self._read_unrotated(job.blocks, job.start, job.end)
         reference = Reference(
             ref_id=job.ref_id, keys=kv.keys, values=kv.values, position=job.start, source=job.source, dense=job.dense
@@ -232,28 +231,32 @@ class WorkerHalf:
         positions = torch.arange(start, end, device=self.cache.device)
         return KV(self.rope.unrotate(kv.keys, positions), kv.values)
 
-    def _self_check(self, job: HarvestJob) -> None:
-        """Invariant 3 on real keys: equal tokens have equal layer-0 keys once the rotation is undone."""
+    def _self_check(self, job: HarvestJob) -> str:
+        """Invariant 3 on real keys: equal tokens have equal layer-0 keys once the rotation is undone.
+
+        Returns:
+            what is wrong; empty if nothing is, or if no token occurs twice.
+        """
         assert self.cache is not None and self.rope is not None
         seen: dict[int, list[int]] = {}
         for position, token in enumerate(job.check_ids):
             seen.setdefault(token, []).append(position)
         pairs = [(places[0], places[-1]) for places in seen.values() if places[-1] - places[0] >= 2]
         if not pairs:
-            return
+            return ""
         keys = self.cache.read(job.blocks, 0, len(job.check_ids), slice(0, 1)).keys
         plain = self.rope.unrotate(keys, torch.arange(len(job.check_ids), device=self.cache.device)).float()
         first = plain[:, :, [a for a, _ in pairs]]
         second = plain[:, :, [b for _, b in pairs]]
         worst = float((first - second).abs().max() / plain.abs().max().clamp_min(1e-12))
         if worst > SELF_CHECK_TOLERANCE.get(self.cache.dtype, 1e-1):
-            self.disable(
+            return (
                 f"the rotation self-check failed (relative difference {worst:.3g} between keys of equal tokens): "
                 "this model's rotary embedding is not the one its configuration names"
             )
-            return
         self.verified = True
         self._report.verified = True
+        return ""
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +272,10 @@ class WorkerHalf:
 
     def _policy(self, name: str) -> Policy:
         if name not in self.policies:
-            options = self.config.policy_options if name == self.config.policy else {}
+            options = dict(self.config.policy_options) if name == self.config.policy else {}
+            traits = policy_traits(name)
+            if traits is not None and traits.learns:
+                options.setdefault("max_bytes", self.config.state_bytes)
             self.policies[name] = create_policy(name, **options)
         return self.policies[name]
 

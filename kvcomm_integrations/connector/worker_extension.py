@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcomm_integrations.connector.compat import current_connector
 from kvcomm_integrations.connector.connector import KVCommConnector
+from kvcomm_integrations.connector.diagnostics import repair_error
 
 EXTENSION = f"{__name__}.KVCommWorkerExtension"
 """What to give vLLM as ``worker_extension_cls``."""
@@ -41,6 +42,15 @@ class KVCommWorkerExtension:
             "disabled": half.disabled,
             "verified": half.verified,
         }
+
+    def kvcomm_check_repair(self, token_ids: list[int], gaps: list[list[int]]) -> dict[str, float]:
+        """Run the repair pass on a sequence of its own and compare it with a dense run (see ``diagnostics``)."""
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector) or connector.worker_half.cache is None:
+            return {}
+        return repair_error(
+            self.model_runner, connector.worker_half.cache, token_ids, [(start, end) for start, end in gaps]
+        )
 
     def kvcomm_take_audits(self) -> list[dict[str, Any]]:
         """The audits since the last call, as plain objects; empty on ranks that hold no logits."""

@@ -12,8 +12,13 @@ from kvcomm_integrations.demo.measure import Comparison, compare
 from kvcomm_integrations.demo.table import as_json, show
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
-DEFAULT_ROUNDS = 5
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_ROUNDS = 4
+DEFAULT_MAX_TOKENS = 112
+WARM_UP = 2
+"""Questions before the measured ones; they are answered densely and teach the corrections."""
+
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+"""Environment that keeps the engine's start-up chatter away from the demo's table; the user's own values win."""
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -29,18 +34,20 @@ def run_demo(args: argparse.Namespace) -> int:
         raise MissingDependencyError(
             "the demo needs LangGraph; install kvcomm-integrations[langgraph,demo,cpu]"
         ) from error
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     if args.json is not None:
         _check_writable(args.json)
     rounds = args.rounds or DEFAULT_ROUNDS
-    questions = load_questions(args.questions) if args.questions else _own_questions(rounds + 1, args.seed)
-    if len(questions) < rounds + 1:
+    questions = load_questions(args.questions) if args.questions else _own_questions(rounds + WARM_UP, args.seed)
+    if len(questions) < rounds + WARM_UP:
         raise ConfigurationError(
-            f"{rounds} rounds need {rounds + 1} questions (one to warm up), but there are {len(questions)}"
+            f"{rounds} rounds need {rounds + WARM_UP} questions ({WARM_UP} to warm up), but there are {len(questions)}"
         )
     comparison = compare(
         model=args.model or _demo_model(),
-        questions=questions[: rounds + 1],
+        warm_up=questions[:WARM_UP],
+        questions=questions[WARM_UP : rounds + WARM_UP],
         agents=args.agents,
         max_tokens=args.max_tokens or DEFAULT_MAX_TOKENS,
         seed=args.seed,

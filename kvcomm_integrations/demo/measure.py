@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -74,11 +74,14 @@ class Comparison:
     config: dict[str, Any]
 
 
-def compare(model: str, questions: Sequence[str], agents: int, max_tokens: int, seed: int) -> Comparison:
-    """Ask every question twice of the same team: densely with prefix caching, and with reuse. The first warms up.
+def compare(
+    model: str, warm_up: Sequence[str], questions: Sequence[str], agents: int, max_tokens: int, seed: int
+) -> Comparison:
+    """Ask every question twice of the same team: densely with prefix caching, and with reuse.
 
     The two ways share one engine but not the prefix cache (they are different tenants), and take turns, so that noise
-    of the machine meets both.
+    of the machine meets both. The warm-up questions are answered once, densely, by the reusing tenant: they teach its
+    edges and are not measured.
 
     Raises:
         ConfigurationError: more agents than there are roles.
@@ -86,29 +89,28 @@ def compare(model: str, questions: Sequence[str], agents: int, max_tokens: int, 
     if agents > len(ROLES):
         raise ConfigurationError(f"the demo has {len(ROLES)} roles; {agents} agents are too many")
     names = list(ROLES)[:agents]
-    shared: dict[str, Any] = {
-        "model": model,
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "max_model_len": None,
-        "reuse": ReuseConfig(),
+    shared: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": max_tokens, "seed": seed}
+    teacher = team(ChatKVComm(mode=Mode.OBSERVE, tenant="reuse", **shared), names)
+    ways = {
+        "dense": team(ChatKVComm(mode=Mode.DENSE, tenant="dense", **shared), names),
+        "reuse": team(ChatKVComm(mode=Mode.AUTO, tenant="reuse", **shared), names),
     }
-    dense = team(ChatKVComm(mode=Mode.DENSE, tenant="dense", **shared), names)
-    reuse = team(ChatKVComm(mode=Mode.AUTO, tenant="reuse", **shared), names)
     calls = {name: AgentCalls(name) for name in names}
     with _progress() as progress:
-        task = progress.add_task("starting vLLM", total=2 * agents * len(questions))
-        for number, question in enumerate(questions):
-            for way, graph in (("dense", dense), ("reuse", reuse)):
-                label = "warm-up" if number == 0 else f"question {number} of {len(questions) - 1}"
+        task = progress.add_task("starting vLLM", total=agents * (len(warm_up) + 2 * len(questions)))
+        for number, question in enumerate(warm_up, 1):
+            for name, _ in _run(teacher, question):
+                progress.update(task, advance=1, description=f"warm-up {number} of {len(warm_up)}: {name}")
+        for number, question in enumerate(questions, 1):
+            for way, graph in ways.items():
                 for name, call in _run(graph, question):
-                    progress.update(task, advance=1, description=f"{label}, {way}: {name} {call.ttft_ms:.0f} ms")
-                    if number > 0:
-                        getattr(calls[name], way).append(call)
+                    label = f"question {number} of {len(questions)}, {way}: {name} {call.ttft_ms:.0f} ms"
+                    progress.update(task, advance=1, description=label)
+                    getattr(calls[name], way).append(call)
     config = {
         "model": model,
-        "questions": len(questions) - 1,
+        "questions": len(questions),
+        "warm_up": len(warm_up),
         "max_tokens": max_tokens,
         "seed": seed,
         "reuse": ReuseConfig().model_dump(mode="json"),
@@ -116,7 +118,7 @@ def compare(model: str, questions: Sequence[str], agents: int, max_tokens: int, 
     return Comparison(list(calls.values()), config)
 
 
-def _run(graph: Any, question: str) -> Any:
+def _run(graph: Any, question: str) -> Iterator[tuple[str, Call]]:
     """The calls of one pass over the graph, as they end."""
     session = {"configurable": {"thread_id": uuid.uuid4().hex}}
     for update in graph.stream({"messages": [("user", question)]}, session, stream_mode="updates"):

@@ -100,7 +100,7 @@ async def _pump(make: Callable[[], AsyncGenerator[T, None]], put: Callable[[T | 
                 put(item)
     except asyncio.CancelledError:
         raise
-    except Exception as caught:  # handed on to the reader
+    except Exception as caught:  # noqa: BLE001 - handed on to the reader
         error = caught
     finally:
         put(_End(error))

@@ -90,7 +90,7 @@ class PromptBuilder:
         """
         self._tokenizer = tokenizer
         self._registry = registry
-        self._tokenization = tokenization
+        self._tokenization = Tokenization(tokenization)
         self._min_tokens = min_segment_tokens
         self._layouts = LayoutFinder(registry, tokenizer.count, min_segment_tokens)
         self._runs: BoundedCache[Run] = BoundedCache(_CACHE_CHARACTERS)

@@ -107,10 +107,11 @@ class FastCodec(Codec):
         ordinary = _with_full_offsets(data)
         bare = _without_prefix(ordinary)
         self.adds_prefix = bare != ordinary
-        self._whole = _load(ordinary, split=False)
-        self._bare = _load(bare, split=True)
-        self._prefixed = _load(ordinary, split=True) if self.adds_prefix else self._bare
-        self._display = _load(data, split=False) if self.adds_prefix else self._whole
+        ordinary_spec = json.dumps(ordinary)
+        bare_spec = json.dumps(bare) if self.adds_prefix else ordinary_spec
+        self._whole = _load(ordinary_spec, split=False)
+        self._bare = _load(bare_spec, split=True)
+        self._prefixed = _load(ordinary_spec, split=True) if self.adds_prefix else self._bare
 
     def whole(self, text: str) -> Ids:
         return tuple(self._whole.encode(text, add_special_tokens=False).ids)
@@ -120,7 +121,7 @@ class FastCodec(Codec):
         return tuple(done.ids), tuple(done.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        text: str = self._display.decode(list(ids), skip_special_tokens=skip_special)
+        text: str = self._whole.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     def decode_exact(self, ids: Sequence[int]) -> str:
@@ -176,11 +177,11 @@ def _can_yield_unk(model: Mapping[str, Any]) -> bool:
     return model.get("unk_token") is not None or model.get("unk_id") is not None
 
 
-def _load(data: Mapping[str, Any], *, split: bool) -> Any:
+def _load(spec: str, *, split: bool) -> Any:
     """A Rust tokenizer that never truncates or pads; with ``split`` it takes special tokens for ordinary text."""
     from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_str(json.dumps(data))
+    backend = Tokenizer.from_str(spec)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = split

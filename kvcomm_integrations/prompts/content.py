@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -54,26 +50,6 @@ class Content:
         if self.origin is Origin.GENERATED and "</think>" in self.text:
             start = self.text.rindex("</think>") + len("</think>")
         return core_span(self.text, start)
-
-
-def content_id(token_ids: Sequence[int], *keys: str) -> str:
-    """Hash of token ids and of whatever else must keep contents apart. Equal in every process and on every machine.
-
-    Args:
-        token_ids: the content's tokens.
-        keys: further distinctions (model, LoRA adapter, tenant, name), order matters.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for key in keys:
-        raw = key.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-    digest.update(b"\0ids\0")
-    packed = array("q", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    digest.update(packed.tobytes())
-    return digest.hexdigest()
 
 
 def response_name(agent: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 
-from kvcomm_integrations.prompts.content import Content, Origin, content_id, response_name
+from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.prompts.content import Content, Origin, response_name
 from kvcomm_integrations.prompts.matching import ContentIndex, Match, Part, index_bytes
 from kvcomm_integrations.prompts.messages import clean_text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcomm_integrations.wire import Mode
@@ -91,3 +93,33 @@ def test_sessions_do_not_share(client: Client, session: str) -> None:
     same = client.ask(second, agent="s", session=session + "a", salt=None)
     assert other.report.loaded == 0
     assert same.report.loaded > 0
+
+
+def test_a_part_of_a_response_is_loaded_from_the_whole(client: Client, session: str) -> None:
+    """Frameworks strip thinking and whitespace; what is left is still found in what was generated."""
+    question = client.encode(QUESTIONS[0])
+    whole = client.ask(
+        client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session, tokens=140
+    )
+    part = whole.content[10:130]
+    prompt = client.prompt(system("writer"), "Text: ", ("agent:p:response", part), END)
+    report = client.ask(prompt, agent="w", session=session).report
+    segment = next(s for s in report.segments if s.name == "agent:p:response")
+    assert segment.loaded >= len(part) // 2
+    assert segment.source == "p"
+
+
+def test_harvest_and_load_agree_to_rounding(client: Client, session: str) -> None:
+    """Invariant 4 in numbers: an audit of the very context a reference came from finds no divergence."""
+    question = client.encode(" ".join(reversed(QUESTIONS)))
+    prompt = client.prompt(system("critic"), ("user_question", question), END)
+    client.ask(prompt, agent="c", session=session)
+    client.engine.call_workers("kvcomm_take_audits")
+    request = client.request(prompt, agent="c", session=session, mode=Mode.OBSERVE)
+    audited = request.params.model_copy(update={"audit": ("aligned",)})
+    client.run(replace(request, params=audited))
+    client.ask(prompt, agent="c", session=session, tokens=1)  # a step in which the audit is done
+    [audit] = client.engine.call_workers("kvcomm_take_audits")[0]
+    assert audit["loaded"] > 0
+    assert max(audit["kl"]) < 1e-6
+    assert all(audit["agreement"])

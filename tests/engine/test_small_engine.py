@@ -14,6 +14,7 @@ from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system
+from tests.engine.test_repair_exact import check_repair
 
 pytestmark = pytest.mark.engine
 
@@ -102,3 +103,8 @@ def test_preemption_ends_well(small: Client) -> None:
         small.prompt(system("writer"), ("user_question", question), END), session="after", mode=Mode.DENSE, salt="plain"
     )
     assert after.ids == plain.ids
+
+
+@pytest.mark.parametrize("count", [1, 4, 32])
+def test_repair_is_bit_exact_over_small_blocks(small: Client, count: int) -> None:
+    check_repair(small.engine, small, BLOCK, count)
