@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from kvcomm_integrations.prompts import BuiltPrompt, ChatTokenizer
 from kvcomm_integrations.wire import SegmentKind
 
@@ -19,7 +21,7 @@ def check_cover(built: BuiltPrompt) -> None:
     for name, content in zip(names, built.contents, strict=True):
         assert name.partition("#")[0] == content.name.partition("#")[0]
     kinds = [segment.kind for segment in built.prompt.segments]
-    assert (SegmentKind.FIXED, SegmentKind.FIXED) not in list(zip(kinds, kinds[1:], strict=False))
+    assert (SegmentKind.FIXED, SegmentKind.FIXED) not in list(pairwise(kinds))
 
 
 def check_text(built: BuiltPrompt, tokenizer: ChatTokenizer) -> None:
