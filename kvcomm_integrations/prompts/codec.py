@@ -95,13 +95,14 @@ class Codec(ABC):
 class FastCodec(Codec):
     """Codec over the Rust tokenizer that Hugging Face calls *fast*."""
 
-    def __init__(self, spec: str, unk: str | None = None) -> None:
+    def __init__(self, spec: str, ends: Iterable[str | None] = ()) -> None:
         """Args:
         spec: the tokenizer as JSON (``tokenizer.json``).
-        unk: text of the unknown token. It may stand for any character, so it is not counted as control.
+        ends: BOS and EOS. Some tokenizers use one of them as their unknown token too; then it is control all the same.
         """
         data = json.loads(spec)
-        self.control = _controls(data["added_tokens"], unk if _can_yield_unk(data["model"]) else None)
+        unk = _unknown(data["model"])
+        self.control = _controls(data["added_tokens"], None if unk in ends else unk)
         for token in data["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self.control
         ordinary = _with_full_offsets(data)
@@ -144,7 +145,8 @@ class SlowCodec(Codec):
             {"content": t.content, "id": i, "special": t.special, "lstrip": t.lstrip, "rstrip": t.rstrip}
             for i, t in tokenizer.added_tokens_decoder.items()
         ]
-        self.control = _controls(added, tokenizer.unk_token)
+        unk = tokenizer.unk_token
+        self.control = _controls(added, None if unk in (tokenizer.bos_token, tokenizer.eos_token) else unk)
 
     def whole(self, text: str) -> Ids:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -165,7 +167,7 @@ class SlowCodec(Codec):
 
 
 def _controls(added: Iterable[Mapping[str, Any]], unk: str | None) -> dict[str, ControlToken]:
-    """Control tokens among a tokenizer's added tokens (``content``, ``id``, ``special``, ``lstrip``, ``rstrip``)."""
+    """Control tokens among a tokenizer's added ones (``content``, ``id``, ``special``, ``lstrip``, ``rstrip``)."""
     return {
         t["content"]: ControlToken(t["content"], t["id"], t["lstrip"], t["rstrip"])
         for t in added
@@ -173,8 +175,11 @@ def _controls(added: Iterable[Mapping[str, Any]], unk: str | None) -> dict[str, 
     }
 
 
-def _can_yield_unk(model: Mapping[str, Any]) -> bool:
-    return model.get("unk_token") is not None or model.get("unk_id") is not None
+def _unknown(model: Mapping[str, Any]) -> str | None:
+    """The token that may stand for any character; it steers nothing, so it is not control."""
+    if model.get("unk_id") is not None:
+        return str(model["vocab"][model["unk_id"]][0])
+    return model.get("unk_token")
 
 
 def _load(spec: str, *, split: bool) -> Any:

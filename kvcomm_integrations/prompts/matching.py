@@ -22,8 +22,10 @@ MIN_PART_CHARACTERS = 96
 """Shortest run of lines of an earlier message that counts as shared, characters."""
 MAX_LINES = 64
 """Lines of one message under which its parts can be found."""
-MAX_BUCKET = 64
-"""Contents that may share one substring; further ones are not found by it, which bounds the work on repetitive text."""
+MAX_CHECKS = 100_000
+"""Candidates compared in one search; repetitive text could make more of them, and loses the rest."""
+MAX_ALIKE = 64
+"""Messages that may share a line; of more, the newest are searched."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ class ContentIndex:
     def add(self, content: Content, *, whole: bool, parts: bool) -> None:
         """Make ``content`` findable: as a ``whole``, by its ``parts`` (runs of lines), or both."""
         for key, offset in _gram_keys(content.core) if whole else ():
-            _append(self._grams, key, (content, offset))
+            self._grams.setdefault(key, []).append((content, offset))
         if parts:
             for key, offset in _line_keys(content.core):
-                _append(self._lines, key, (content, offset))
+                alike = self._lines.setdefault(key, [])
+                alike.append((content, offset))
+                del alike[:-MAX_ALIKE]
 
     def remove(self, content: Content) -> None:
         """Forget ``content``."""
@@ -72,9 +76,13 @@ class ContentIndex:
     def find(self, text: str, start: int, end: int, accept: Callable[[Content], bool]) -> list[Match]:
         """Known contents in ``text[start:end]``: longest first, non-overlapping, every occurrence, in text order."""
         found: dict[tuple[int, int], Match] = {}
-        grams = self._grams
-        for at in range(start + (-start) % GRAM, end - GRAM + 1, GRAM) if grams else ():
-            for content, offset in reversed(grams.get(text[at : at + GRAM], ())):
+        checks = 0
+        for at in range(start + (-start) % GRAM, end - GRAM + 1, GRAM) if self._grams else ():
+            candidates = self._grams.get(text[at : at + GRAM], ())
+            checks += len(candidates)
+            if checks > MAX_CHECKS:
+                break
+            for content, offset in reversed(candidates):
                 first = at - offset
                 last = first + len(content.core)
                 if (
@@ -150,7 +158,7 @@ def index_bytes(core: str, *, parts: bool) -> int:
 def _gram_keys(core: str) -> list[tuple[str, int]]:
     if len(core) < MIN_CHARACTERS:
         return []
-    return list({core[i : i + GRAM]: i for i in reversed(range(GRAM))}.items())
+    return [(core[i : i + GRAM], i) for i in range(GRAM)]
 
 
 def _line_keys(core: str) -> list[tuple[str, int]]:
@@ -163,12 +171,6 @@ def _line_keys(core: str) -> list[tuple[str, int]]:
         keys.setdefault(core[at : at + MIN_CHARACTERS], at)
         at = core.find("\n", at) + 1 or len(core)
     return list(keys.items())
-
-
-def _append(table: dict[str, list[tuple[Content, int]]], key: str, entry: tuple[Content, int]) -> None:
-    bucket = table.setdefault(key, [])
-    if len(bucket) < MAX_BUCKET:
-        bucket.append(entry)
 
 
 def _skip_blank(text: str, at: int, end: int) -> int:

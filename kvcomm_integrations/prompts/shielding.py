@@ -10,48 +10,56 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvcomm_integrations.prompts.messages import deep_map
 
 _PLANES = (0xF0000, 0x100000)
-_SHIELDABLE = 0xFFFE
 
 
 @dataclass(frozen=True)
 class Shield:
-    """Shields and unshields the words one pattern finds."""
+    """Shields and unshields some words."""
 
-    pattern: re.Pattern[str]
+    words: tuple[str, ...]
+    """Longest first."""
     plane: int = _PLANES[0]
+    """Where they are moved to: the first code point of a private plane."""
 
     @classmethod
     def for_data(cls, pattern: re.Pattern[str], data: Iterable[Any]) -> Shield | None:
-        """A shield for JSON-like ``data``; ``None`` if no control token occurs in it, as is nearly always the case."""
+        """A shield for JSON-like ``data``; ``None`` if no control token occurs in it, as is nearly always the case.
+
+        Args:
+            pattern: finds control tokens.
+            data: everything a template may write that it does not say itself.
+        """
         texts: list[str] = []
         for value in data:
             deep_map(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-        if not any(pattern.search(text) for text in texts):
+        words = tuple(sorted({found[0] for text in texts for found in pattern.finditer(text)}, key=len, reverse=True))
+        if not words:
             return None
-        for plane in _PLANES:
-            if not any(plane <= ord(c) < plane + _SHIELDABLE for text in texts if not text.isascii() for c in text):
-                return cls(pattern, plane)
-        return cls(pattern)
+        candidates = [cls(words, plane) for plane in _PLANES]
+        return next((c for c in candidates if not any(c._covered.search(text) for text in texts)), candidates[0])
+
+    @cached_property
+    def _plain(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.words)))
+
+    @cached_property
+    def _covered(self) -> re.Pattern[str]:
+        return re.compile("|".join(self._moved(word, self.plane) for word in self.words))
 
     def cover(self, value: Any) -> Any:
         """JSON-like ``value`` with every control token shielded."""
-        return deep_map(value, lambda text: self.pattern.sub(lambda m: self._moved(m[0], self.plane), text))
+        return deep_map(value, lambda text: self._plain.sub(lambda m: self._moved(m[0], self.plane), text))
 
     def uncover(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """``text`` as it was meant, and the ``[start, end)`` of the control tokens that are data."""
-        covered = re.compile(f"[{chr(self.plane)}-{chr(self.plane + _SHIELDABLE - 1)}]+")
-        spans: list[tuple[int, int]] = []
-
-        def back(match: re.Match[str]) -> str:
-            spans.append(match.span())
-            return self._moved(match[0], -self.plane)
-
-        return covered.sub(back, text), tuple(spans)
+        spans = tuple(found.span() for found in self._covered.finditer(text))
+        return self._covered.sub(lambda m: self._moved(m[0], -self.plane), text), spans
 
     @staticmethod
     def _moved(text: str, by: int) -> str:

@@ -111,12 +111,16 @@ class ChatTokenizer:
     def spells(self, ids: Sequence[int], text: str) -> bool:
         """Whether ``ids``, in the middle of a prompt, read exactly as ``text`` and hold no control token.
 
-        Tokenizers that compose characters (NFC) are taken at their word: ``text`` may be the uncomposed form.
+        ``text`` may hold what the tokenizer never writes as it stands: uncomposed characters if it composes them (NFC),
+        and characters it has no tokens for.
         """
         if not self.codec.control_ids.isdisjoint(ids):
             return False
         read = self.codec.decode_exact(ids)
-        return read == text or (not text.isascii() and read == unicodedata.normalize("NFC", text))
+        if read == text:
+            return True
+        known = "".join(c if " " <= c <= "~" else self.codec.decode_exact(self.encode_plain(c)) for c in text)
+        return read in (known, unicodedata.normalize("NFC", known))
 
     def slice(self, ids: Sequence[int], text: str, start: int, end: int) -> Ids | None:
         """The part of ``ids``, which spell ``text``, for ``text[start:end]``; ``None`` if a cut splits a token."""
@@ -201,9 +205,7 @@ def _codec(hf_tokenizer: Any) -> Codec:
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is None:
         return SlowCodec(hf_tokenizer)
-    ends = {hf_tokenizer.eos_token, hf_tokenizer.bos_token}
-    unk = hf_tokenizer.unk_token
-    return FastCodec(backend.to_str(), None if unk in ends else unk)
+    return FastCodec(backend.to_str(), (hf_tokenizer.bos_token, hf_tokenizer.eos_token))
 
 
 def _looks_local(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
+from pathlib import Path
 
 import pytest
 
@@ -13,18 +13,8 @@ from .templates import TEMPLATES
 
 
 @pytest.fixture(scope="session")
-def model_folder() -> str:
-    folder = os.environ.get("KVCOMM_TEST_MODEL")
-    if folder:
-        return folder
-    from kvcomm_integrations.demo_model import ensure_demo_model
-
-    return str(ensure_demo_model())
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_folder: str) -> ChatTokenizer:
-    return ChatTokenizer.from_pretrained(model_folder)
+def tokenizer(demo_model: Path) -> ChatTokenizer:
+    return ChatTokenizer.from_pretrained(demo_model)
 
 
 @pytest.fixture
