@@ -125,8 +125,8 @@ class KVCommParams(BaseModel):
 class SegmentReport(BaseModel):
     """What happened to one segment. Token counts add up to ``end - start``.
 
-    ``exact`` came from the prefix cache, ``loaded`` from a reference plus correction, ``repaired`` from the repair
-    pass, ``computed`` from vLLM's own forward.
+    ``exact`` came from the prefix cache or is a copy of the beginning of an earlier, equal prompt, ``loaded`` came
+    from a reference plus correction, ``repaired`` from the repair pass, ``computed`` from vLLM's own forward.
     """
 
     model_config = ConfigDict(frozen=True)

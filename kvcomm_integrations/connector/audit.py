@@ -62,15 +62,16 @@ def _result(job: AuditJob, variant: AuditVariant, dense: torch.Tensor, reuse: to
     guess = torch.log_softmax(reuse.double(), -1)
     kl = (true.exp() * (true - guess)).sum(-1).clamp_min(0)
     same = dense.argmax(-1) == reuse.argmax(-1)
-    loaded = sum(span.end - span.start for span in variant.spans)
+    copied = sum(span.end - span.start for span in variant.spans if span.exact)
+    loaded = sum(span.end - span.start for span in variant.spans if not span.exact)
     return AuditResult(
         req_id=job.req_id,
         policy=variant.policy,
-        edges=tuple(dict.fromkeys(span.edge for span in variant.spans)),
+        edges=tuple(dict.fromkeys(span.edge for span in variant.spans if not span.exact)),
         kl=tuple(kl.tolist()),
         agreement=tuple(bool(x) for x in same.tolist()),
         prompt_tokens=job.prompt_tokens,
-        exact=job.exact,
+        exact=job.exact + copied,
         loaded=loaded,
-        repaired=variant.end - job.exact - loaded,
+        repaired=variant.end - job.exact - copied - loaded,
     )

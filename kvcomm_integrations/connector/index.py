@@ -42,6 +42,8 @@ class Entry:
     state: EntryState = EntryState.PROMISED
     uses: int = 0
     acknowledged: int = 0
+    exact: bool = False
+    """The beginning of a prompt, to be copied exactly, whatever follows it."""
     leverage: dict[tuple[str, object], float] = field(default_factory=dict)
     """By (policy, edge)."""
 
@@ -94,11 +96,13 @@ class ReferenceIndex:
         source: str,
         dense: bool,
         owner: str,
+        exact: bool = False,
         parts_of: Sequence[int] = (),
     ) -> Entry | None:
         """Announce a reference that ``owner`` is about to compute, evicting older ones to make room.
 
         Args:
+            exact: the content begins a prompt and will be copied to the same positions.
             parts_of: the content's token ids, if parts of it shall be found too.
 
         Returns:
@@ -107,7 +111,7 @@ class ReferenceIndex:
         nbytes = tokens * self.bytes_per_token
         if key in self._entries or tokens <= 0 or not self._make_room(nbytes):
             return None
-        entry = Entry(next(self._ids), key, tokens, nbytes, name, source, dense, owner)
+        entry = Entry(next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact)
         self._entries[key] = entry
         self._by_id[entry.ref_id] = entry
         self.used += nbytes

@@ -17,6 +17,8 @@ class LoadSpan:
     start: int
     end: int
     edge: Edge
+    exact: bool = False
+    """The reference is the beginning of the very same prompt: copied as it is, not corrected."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class HarvestJob:
     source: str
     scope: str
     dense: bool
+    exact: bool = False
+    """Keep the keys rotated: the beginning of a prompt, to be copied to the same positions."""
     check_ids: tuple[int, ...] = ()
     """Token ids of the sequence's first tokens: verify the rotation on them first (invariant 3)."""
 

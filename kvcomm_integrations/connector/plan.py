@@ -44,6 +44,8 @@ class Span:
     start: int
     end: int
     candidate: int
+    exact: bool = False
+    """An exact copy of the beginning of the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,24 @@ class Plan:
         return self.end - self.exact
 
     @property
+    def first_approximate(self) -> int | None:
+        """The first token whose KV is an estimate; ``None`` if none is."""
+        return next((span.start for span in self.spans if not span.exact), None)
+
+    @property
     def loaded(self) -> int:
-        """Tokens loaded from references."""
-        return sum(span.end - span.start for span in self.spans)
+        """Tokens loaded from references, with a correction."""
+        return sum(span.end - span.start for span in self.spans if not span.exact)
+
+    @property
+    def copied(self) -> int:
+        """Tokens copied exactly from the beginning of an earlier prompt."""
+        return sum(span.end - span.start for span in self.spans if span.exact)
 
     @property
     def repaired(self) -> int:
         """Tokens for the repair pass."""
-        return self.external - self.loaded
+        return self.external - self.loaded - self.copied
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -106,7 +118,7 @@ def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], l
             break
         if plan.repaired > limits.max_tokens or plan.repaired > limits.max_share * plan.external:
             continue
-        if best is None or plan.loaded > best.loaded:
+        if best is None or plan.loaded + plan.copied > best.loaded + best.copied:
             best = plan
     if best is None:
         return "too much would have to be repaired" if limits.repair else "an unknown segment comes first"
@@ -124,10 +136,11 @@ def describe(
     reports = []
     for position, candidate in enumerate(candidates):
         segment = candidate.segment
-        exact = _overlap(segment, 0, plan.exact)
         external = _overlap(segment, plan.exact, plan.end) if materialised else 0
-        loaded = sum(_overlap(segment, s.start, s.end) for s in plan.spans if s.candidate == position)
-        loaded = loaded if materialised else 0
+        spans = [s for s in plan.spans if s.candidate == position and materialised]
+        copied = sum(_overlap(segment, s.start, s.end) for s in spans if s.exact)
+        loaded = sum(_overlap(segment, s.start, s.end) for s in spans if not s.exact)
+        exact = _overlap(segment, 0, plan.exact) + copied
         reports.append(
             SegmentReport(
                 kind=segment.kind,
@@ -136,8 +149,8 @@ def describe(
                 end=segment.end,
                 exact=exact,
                 loaded=loaded,
-                repaired=external - loaded,
-                computed=segment.end - segment.start - exact - external,
+                repaired=external - loaded - copied,
+                computed=segment.end - segment.start - exact - external + copied,
                 source=candidate.entry.source if candidate.entry is not None and loaded else "",
                 confidence=candidate.confidence if loaded else None,
                 examples=candidate.examples,
@@ -170,7 +183,7 @@ def _loadable(prompt_tokens: int, exact: int, candidates: Sequence[Candidate]) -
         held = candidate.entry.tokens - candidate.offset
         end = min(candidate.segment.start + held, candidate.segment.end, prompt_tokens - 1)
         if end > start:
-            spans.append(Span(start, end, position))
+            spans.append(Span(start, end, position, candidate.entry.exact))
     return spans
 
 

@@ -156,7 +156,8 @@ class SchedulerHalf:
         if self._hits_unwritten(tracked.request, exact):
             return None
         tracked.plan = plan
-        tracked.guard.protect(plan.spans[0].start)
+        if plan.first_approximate is not None:
+            tracked.guard.protect(plan.first_approximate)
         for span in plan.spans:
             entry = tracked.candidates[span.candidate].entry
             if entry is not None:
@@ -195,12 +196,15 @@ class SchedulerHalf:
         self._planned, self._repairing = [], 0
         for tracked in self._tracked.values():
             self._notice_preemption(tracked)
+            if tracked.prompt_done and tracked.harvests:
+                meta.harvests.extend(self._harvest_jobs(tracked, self.block_ids(tracked.request.request_id)))
             if tracked.prompt_done and tracked.observes and not tracked.audits:  # an audit comes before learning
                 meta.observes.extend(self._observe_jobs(tracked, self.block_ids(tracked.request.request_id)))
         for req_id, tokens in output.num_scheduled_tokens.items():
             live = self._tracked.get(req_id)
             if live is not None and not live.prompt_done:
-                self._advance(live, tokens, meta)
+                # vLLM has not yet added this step's tokens to ``num_computed_tokens``.
+                live.prompt_done = live.request.num_computed_tokens + tokens >= live.prompt_tokens
         for req_id, harvests, observes, audits in self._finished:
             meta.audits.extend(audits)
             meta.harvests.extend(harvests)
@@ -252,9 +256,10 @@ class SchedulerHalf:
             return False, None
         if tracked in self._planned:
             self._planned.remove(tracked)
-        self._break_promises(tracked)
         done = tracked.prompt_done and self._completed(tracked)
-        harvests = self._response_harvest(tracked, tuple(blocks)) if done else []
+        harvests = self._harvest_jobs(tracked, tuple(blocks)) if done else []
+        self._break_promises(tracked)
+        harvests += self._response_harvest(tracked, tuple(blocks)) if done else []
         observes = self._observe_jobs(tracked, tuple(blocks)) if done else []
         audits = self._audit_jobs(tracked, tuple(blocks)) if done else []
         if harvests or observes or audits:
@@ -306,6 +311,20 @@ class SchedulerHalf:
     def _ids(self, tracked: Tracked, segment: Segment) -> list[int]:
         return (tracked.request.prompt_token_ids or [])[segment.start : segment.end]
 
+    def _beginning(self, tracked: Tracked) -> Segment | None:
+        first = cover(tracked.params.segments, tracked.prompt_tokens)[0]
+        long_enough = first.end >= self.config.min_segment_tokens
+        alone = first.end >= tracked.prompt_tokens
+        return first if first.kind is SegmentKind.FIXED and long_enough and not alone else None
+
+    def _beginning_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
+        scope = "" if self.config.isolation is Isolation.GLOBAL else self._tenant_scope(tracked)
+        return ContentKey(f"beginning|{scope}", content_id(self._ids(tracked, segment)))
+
+    @staticmethod
+    def _tenant_scope(tracked: Tracked) -> str:
+        return f"{tracked.request.cache_salt or ''}|{tracked.params.tenant}"
+
     def _find(self, tracked: Tracked, segment: Segment) -> tuple[Entry | None, int]:
         """The entry that holds a segment's content, ready or promised, and the content's first token in it."""
         ids = self._ids(tracked, segment)
@@ -316,8 +335,7 @@ class SchedulerHalf:
 
     def _edge(self, tracked: Tracked, entry: Entry, name: str) -> Edge:
         """Corrections are shared within a tenant, whatever the isolation of contents."""
-        scope = f"{tracked.request.cache_salt or ''}|{tracked.params.tenant}"
-        return Edge(entry.source, tracked.params.agent, name, scope)
+        return Edge(entry.source, tracked.params.agent, name, self._tenant_scope(tracked))
 
     def _placeholders(self, tracked: Tracked) -> Iterable[Segment]:
         for segment in tracked.params.segments:
@@ -362,7 +380,11 @@ class SchedulerHalf:
 
     def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
         if segment.kind is SegmentKind.FIXED:
-            return Candidate(segment)
+            if segment != self._beginning(tracked):
+                return Candidate(segment)
+            entry = self.index.lookup(self._beginning_key(tracked, segment))
+            ready = entry is not None and entry.state is EntryState.READY
+            return Candidate(segment, entry, reason="exact copy") if ready else Candidate(segment)
         tokens = segment.end - segment.start
         if tokens < self.config.min_segment_tokens:
             return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
@@ -385,11 +407,13 @@ class SchedulerHalf:
     def _dense_instead(self, tracked: Tracked, plan: Plan) -> str:
         """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
         traits = policy_traits(tracked.policy)
+        if plan.first_approximate is None:
+            return ""
         if self._random.random() < self.config.audit_rate:
             return "audit"
         if traits is None or not traits.learns:
             return ""
-        examples = [tracked.candidates[span.candidate].examples for span in plan.spans]
+        examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
         if min(examples) < self.config.mature_examples and self._random.random() < self.config.learn_rate:
             return "learning"
         return ""
@@ -402,7 +426,7 @@ class SchedulerHalf:
         for policy in policies:
             candidates = self._candidates(tracked, policy)
             plan = make_plan(tracked.prompt_tokens, exact, candidates, self._limits())
-            if isinstance(plan, Plan):
+            if isinstance(plan, Plan) and plan.first_approximate is not None:
                 audits.append((policy, plan, candidates))
         return audits
 
@@ -414,6 +438,7 @@ class SchedulerHalf:
     def _promise_prompt(self, tracked: Tracked) -> None:
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             return
+        self._promise_beginning(tracked)
         for segment in self._placeholders(tracked):
             if self._find(tracked, segment)[0] is not None:
                 continue
@@ -427,6 +452,26 @@ class SchedulerHalf:
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
+
+    def _promise_beginning(self, tracked: Tracked) -> None:
+        """The fixed text before the first placeholder is the same in every prompt of an agent, position for position.
+
+        The exact prefix cache keeps whole blocks only; this keeps the rest too.
+        """
+        segment = self._beginning(tracked)
+        if segment is None:
+            return
+        entry = self.index.promise(
+            self._beginning_key(tracked, segment),
+            segment.end,
+            name="",
+            source=tracked.params.agent,
+            dense=True,
+            owner=tracked.request.request_id,
+            exact=True,
+        )
+        if entry is not None:
+            tracked.harvests.append((entry, 0, segment.end))
 
     def _prepare_observes(self, tracked: Tracked) -> None:
         if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
@@ -458,7 +503,7 @@ class SchedulerHalf:
             assert candidate.entry is not None
             edge = self._edge(tracked, candidate.entry, candidate.segment.name)
             offset = candidate.offset + span.start - candidate.segment.start
-            spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge))
+            spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge, span.exact))
         return tuple(spans)
 
     def _audit_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[AuditJob]:
@@ -487,22 +532,25 @@ class SchedulerHalf:
             plan.end,
         )
 
-    def _advance(self, tracked: Tracked, tokens: int, meta: StepMetadata) -> None:
-        """Send the harvests of a prompt that this step completes."""
-        # At this point vLLM has not yet added this step's tokens to ``num_computed_tokens``.
-        if tracked.request.num_computed_tokens + tokens < tracked.prompt_tokens:
-            return
-        tracked.prompt_done = True
-        check = () if self.verified else tuple((tracked.request.prompt_token_ids or [])[: tracked.prompt_tokens])
-        blocks = self.block_ids(tracked.request.request_id)
-        for entry, start, end in tracked.harvests:
-            meta.harvests.append(
-                HarvestJob(
-                    entry.ref_id, blocks, start, end, entry.name, entry.source,
-                    entry.key.scope, entry.dense, check,
-                )
-            )  # fmt: skip
+    def _harvest_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[HarvestJob]:
+        check = () if self.verified else tuple(tracked.request.prompt_token_ids or ())
+        jobs = [
+            HarvestJob(
+                entry.ref_id,
+                blocks,
+                start,
+                end,
+                entry.name,
+                entry.source,
+                entry.key.scope,
+                entry.dense,
+                entry.exact,
+                check,
+            )
+            for entry, start, end in tracked.harvests
+        ]
         tracked.harvests = []
+        return jobs
 
     def _response_harvest(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[HarvestJob]:
         params, request = tracked.params, tracked.request

@@ -48,7 +48,8 @@ class Tracked:
     blocks: tuple[int, ...] = ()
     result: LoadResult | None = None
     harvests: list[tuple[Entry, int, int]] = field(default_factory=list)
-    """Promised references with their spans, to be copied when the prompt is complete."""
+    """Promised references with their spans, to be copied in the step after the prompt is complete: harvesting then
+    does not delay the first token."""
     audits: list[tuple[str, Plan, list[Candidate]]] = field(default_factory=list)
     """Policies with the plans they would have made, to be compared once the request is over."""
     dense_instead: str | None = None
@@ -74,7 +75,7 @@ class Tracked:
         reason = self.reason
         if self.plan is not None and self.result is not None and self.result.fault:
             reason = f"computed densely after a fault: {self.result.fault}"
-        exact = min(plan.exact, self.prompt_tokens)
+        exact = min(plan.exact, self.prompt_tokens) + (plan.copied if done else 0)
         loaded = plan.loaded if done else 0
         repaired = plan.repaired if done else 0
         return RequestReport(

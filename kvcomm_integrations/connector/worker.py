@@ -116,7 +116,7 @@ class WorkerHalf:
             fault = ""
             try:
                 self._load_spans(job)
-                self.loaded_tokens += sum(span.end - span.start for span in job.spans)
+                self.loaded_tokens += sum(span.end - span.start for span in job.spans if not span.exact)
                 gaps.extend(_gaps(job, job.gaps))
             except Exception as error:  # any fault here must end in computing the tokens
                 logger.exception("Loading for request %s failed; its tokens are computed", job.req_id)
@@ -149,6 +149,8 @@ class WorkerHalf:
             reference.keys[:, :, tokens].to(device, non_blocking=True),
             reference.values[:, :, tokens].to(device, non_blocking=True),
         )
+        if span.exact:
+            return part
         estimate = policy.correct(span.edge, part, span.offset)
         first = span.start if policy.rotates else reference.position + span.offset
         positions = torch.arange(first, first + span.end - span.start, device=device)
@@ -193,13 +195,22 @@ class WorkerHalf:
             self.disable(reason)
             self._report.failed[job.ref_id] = reason
             return
-        kv = self._read_unrotated(job.blocks, job.start, job.end)
+        read = self.cache.read if job.exact else self._read_unrotated
+        kv = read(job.blocks, job.start, job.end)
         reference = Reference(
-            ref_id=job.ref_id, keys=kv.keys, values=kv.values, position=job.start, source=job.source, dense=job.dense
+            ref_id=job.ref_id,
+            keys=kv.keys,
+            values=kv.values,
+            position=job.start,
+            source=job.source,
+            dense=job.dense,
+            name=job.name,
+            rotated=job.exact,
         )
         self.store.put(reference)
         self._report.stored[job.ref_id] = 1
-        self._rate(job, reference)
+        if not job.exact:
+            self._rate(job, reference)
 
     def _rate(self, job: HarvestJob, reference: Reference) -> None:
         """How new the content is to every edge it may travel: computed now, so that the gate only looks it up."""

@@ -75,6 +75,6 @@ class KVCommWorkerExtension:
             save_file(
                 {"keys": reference.keys.contiguous(), "values": reference.values.contiguous()},
                 f"{folder}/{self.rank}-{reference.ref_id}.safetensors",
-                metadata={"source": reference.source, "position": str(reference.position)},
+                metadata={"source": reference.source, "position": str(reference.position), "name": reference.name},
             )
         return len(store)

@@ -13,7 +13,7 @@ from kvcomm_integrations.demo.table import as_json, show
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 DEFAULT_ROUNDS = 4
-DEFAULT_MAX_TOKENS = 112
+DEFAULT_MAX_TOKENS = 128
 WARM_UP = 2
 """Questions before the measured ones; they are answered densely and teach the corrections."""
 

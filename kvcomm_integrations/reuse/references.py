@@ -21,11 +21,13 @@ class Reference:
 
     Args:
         ref_id: the scheduler half's number for it.
-        keys: without rotation, ``(layers, kv_heads, tokens, head_dim)``.
+        keys: without rotation unless ``rotated``, ``(layers, kv_heads, tokens, head_dim)``.
         values: same shape.
         position: position its first token had in the source prompt.
         source: agent in whose prompt it was computed.
         dense: the source prompt was computed densely, so nothing approximate is in it.
+        name: placeholder it was harvested from.
+        rotated: keys are as the engine stores them, for an exact copy to the same positions (a prompt's beginning).
     """
 
     ref_id: int
@@ -34,6 +36,8 @@ class Reference:
     position: int = 0
     source: str = ""
     dense: bool = True
+    name: str = ""
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if self.keys.ndim != 4 or self.keys.shape[:3] != self.values.shape[:3]:

@@ -36,7 +36,7 @@ def _harvested(engine: InProcessEngine, folder: Path, source: str) -> tuple[torc
     engine.call_workers("kvcomm_save_references", str(folder))
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            if file.metadata()["source"] == source:
+            if file.metadata()["source"] == source and file.metadata()["name"] == "document":
                 return file.get_tensor("keys"), file.get_tensor("values"), int(file.metadata()["position"])
     raise AssertionError(f"nothing was harvested from {source}")
 

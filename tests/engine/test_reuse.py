@@ -123,3 +123,21 @@ def test_harvest_and_load_agree_to_rounding(client: Client, session: str) -> Non
     assert audit["loaded"] > 0
     assert max(audit["kl"]) < 1e-6
     assert all(audit["agreement"])
+
+
+def test_the_beginning_of_an_agents_prompt_is_copied_exactly(client: Client, session: str) -> None:
+    """Shorter than a block, so vLLM's prefix cache cannot keep it; shared by sessions like that cache, not by tenants."""
+    beginning = (
+        f"<|im_start|>system\nYou are the tester of {session[-60:]}. Say what you see.<|im_end|>\n<|im_start|>user\n"
+    )
+    first = client.prompt(beginning, ("user_question", client.encode(QUESTIONS[0])), END)
+    second = client.prompt(beginning, ("user_question", client.encode(QUESTIONS[1])), END)
+    tenant = {"agent": "t", "tenant": session[-60:]}
+    client.ask(first, session="one", **tenant)
+    copied = client.ask(second, session="two", **tenant)
+    assert copied.report.exact == len(client.encode(beginning))
+    assert copied.report.loaded == 0
+    dense = client.ask(second, session="two", mode=Mode.DENSE, salt=session, **tenant)
+    assert copied.ids == dense.ids
+    other = client.ask(second, agent="t", session="three", tenant="somebody else")
+    assert other.report.exact == 0

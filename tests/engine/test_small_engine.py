@@ -54,7 +54,7 @@ def test_harvest_over_small_blocks_and_chunks_equals_hugging_face(
     found = None
     for path in tmp_path.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            if file.metadata()["source"] == source:
+            if file.metadata()["source"] == source and file.metadata()["name"] == "document":
                 found = file.get_tensor("values")
     assert found is not None
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
