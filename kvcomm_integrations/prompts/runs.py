@@ -80,5 +80,5 @@ def _encode(codec: Codec, text: str, pieces: Sequence[tuple[int, int, str]], off
         if where is None:
             places = None
         elif places is not None:
-            places += [(start + a, start + b) for a, b in where]
+            places += where if start == 0 else [(start + a, start + b) for a, b in where]
     return Run(tuple(ids), None if places is None else tuple(places))
