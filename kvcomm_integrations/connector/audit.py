@@ -20,9 +20,13 @@ from kvcomm_integrations.reuse.policies.base import KV
 
 Estimate = Callable[[str, LoadSpan], KV]
 """Policy name and span to the KV that reuse would write."""
+Select = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""Policy name, estimated and true keys of layer 1 to the tokens that the policy recomputes; ``None``: none."""
 
 
-def audit(runner: Any, cache: PagedCache, job: AuditJob, estimate: Estimate) -> list[AuditResult]:
+def audit(
+    runner: Any, cache: PagedCache, job: AuditJob, estimate: Estimate, select: Select = lambda name, mine, true: None
+) -> list[AuditResult]:
     """Compare the dense run with every variant; the paged cache is left as it was found.
 
     Returns:
@@ -39,14 +43,31 @@ def audit(runner: Any, cache: PagedCache, job: AuditJob, estimate: Estimate) -> 
         dense = _last_logits(runner, cache, job, [(job.prompt_tokens - 1, end)], compared)
         results = []
         for variant, kvs in zip(job.variants, estimates, strict=True):
+            chosen: list[tuple[int, int]] = []
             for span, kv in zip(variant.spans, kvs, strict=True):
                 cache.write(job.blocks, span.start, kv)
-            reuse = _last_logits(runner, cache, job, [*variant.gaps, (variant.end, end)], compared)
+                true = saved.keys[1, :, span.start - job.exact : span.end - job.exact]
+                tokens = None if span.exact else select(variant.policy, kv.keys[1], true)
+                if tokens is not None:
+                    chosen += [(span.start + t, span.start + t + 1) for t in tokens.tolist()]
+            gaps = _joined([*variant.gaps, *chosen])
+            reuse = _last_logits(runner, cache, job, [*gaps, (variant.end, end)], compared)
             if dense is not None and reuse is not None:
-                results.append(_result(job, variant, dense, reuse))
+                results.append(_result(job, variant, len(chosen), dense, reuse))
         return results
     finally:
         cache.write(job.blocks, job.exact, saved)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same tokens with neighbouring spans made one, in order."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _last_logits(
@@ -57,13 +78,15 @@ def _last_logits(
     return logits_of(runner, repair(runner, cache, gaps)[-count:])
 
 
-def _result(job: AuditJob, variant: AuditVariant, dense: torch.Tensor, reuse: torch.Tensor) -> AuditResult:
+def _result(
+    job: AuditJob, variant: AuditVariant, recomputed: int, dense: torch.Tensor, reuse: torch.Tensor
+) -> AuditResult:
     true = torch.log_softmax(dense.double(), -1)
     guess = torch.log_softmax(reuse.double(), -1)
     kl = (true.exp() * (true - guess)).sum(-1).clamp_min(0)
     same = dense.argmax(-1) == reuse.argmax(-1)
     copied = sum(span.end - span.start for span in variant.spans if span.exact)
-    loaded = sum(span.end - span.start for span in variant.spans if not span.exact)
+    loaded = sum(span.end - span.start for span in variant.spans if not span.exact) - recomputed
     return AuditResult(
         req_id=job.req_id,
         policy=variant.policy,

@@ -292,6 +292,9 @@ class SchedulerHalf:
         for policy in (params.policy, *params.audit):
             if policy is not None and policy_traits(policy) is None:
                 return f"policy {policy!r} does not exist"
+        traits = policy_traits(params.policy or self.config.policy)
+        if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
+            return "this policy needs a dense run to choose what it recomputes; it can only be audited"
         return ""
 
     def _track(self, request: Request, params: KVCommParams, refusal: str) -> None:
@@ -380,11 +383,7 @@ class SchedulerHalf:
 
     def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
         if segment.kind is SegmentKind.FIXED:
-            if segment != self._beginning(tracked):
-                return Candidate(segment)
-            entry = self.index.lookup(self._beginning_key(tracked, segment))
-            ready = entry is not None and entry.state is EntryState.READY
-            return Candidate(segment, entry, reason="exact copy") if ready else Candidate(segment)
+            return self._fixed_candidate(tracked, segment, policy)
         tokens = segment.end - segment.start
         if tokens < self.config.min_segment_tokens:
             return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
@@ -394,15 +393,45 @@ class SchedulerHalf:
         if not self.verified:
             return Candidate(segment, reason="the rotation self-check has not run yet")
         edge = self._edge(tracked, entry, segment.name)
-        decision = self.edges.decide(policy, edge, entry, tokens)
+        traits = policy_traits(policy)
+        # A policy that learns nothing repairs as deep as the engine's own would.
+        judge = policy if traits is not None and traits.learns else self.config.policy
+        decision = self.edges.decide(judge, edge, entry, tokens)
         examples = self.edges.examples(policy, edge)
         if not decision.load:
             return Candidate(segment, reason=decision.reason, examples=examples)
-        traits = policy_traits(policy)
         depth = decision.repair_depth if traits is not None and traits.repairs else 0
         leverage = entry.leverage.get((policy, edge))
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
         return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
+
+    def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
+        """Template text: an exact copy at the prompt's beginning; elsewhere repaired, or loaded where nothing repairs."""
+        if segment == self._beginning(tracked):
+            entry, reason = self.index.lookup(self._beginning_key(tracked, segment)), "exact copy"
+        elif self._loads_fixed(policy):
+            entry, reason = self.index.lookup(self._fixed_key(tracked, segment)), "mean of earlier runs"
+        else:
+            return Candidate(segment)
+        if entry is None or entry.state is not EntryState.READY:
+            return Candidate(segment)
+        return Candidate(segment, entry, reason=reason)
+
+    def _loads_fixed(self, policy: str) -> bool:
+        """Without the repair pass, template text is loaded from the agent's own earlier runs."""
+        traits = policy_traits(policy)
+        return self.repair_refusal is not None or (traits is not None and not traits.repairs)
+
+    def _fixed_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
+        scope = f"fixed|{self._tenant_scope(tracked)}|{tracked.params.agent}"
+        return ContentKey(scope, content_id(self._ids(tracked, segment)))
+
+    def _later_fixed(self, tracked: Tracked) -> list[tuple[Segment, str]]:
+        """Template text after the beginning, with names that make its edges: by order in the prompt."""
+        first = self._beginning(tracked)
+        covered = cover(tracked.params.segments, tracked.prompt_tokens)
+        fixed = [s for s in covered if s.kind is SegmentKind.FIXED and s != first]
+        return [(segment, f"fixed:{number}") for number, segment in enumerate(fixed)]
 
     def _dense_instead(self, tracked: Tracked, plan: Plan) -> str:
         """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
@@ -452,6 +481,21 @@ class SchedulerHalf:
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
+        if any(self._loads_fixed(policy) for policy in (tracked.policy, *tracked.params.audit)):
+            self._promise_fixed(tracked)
+
+    def _promise_fixed(self, tracked: Tracked) -> None:
+        for segment, name in self._later_fixed(tracked):
+            entry = self.index.promise(
+                self._fixed_key(tracked, segment),
+                segment.end - segment.start,
+                name=name,
+                source=tracked.params.agent,
+                dense=not tracked.guard.active,
+                owner=tracked.request.request_id,
+            )
+            if entry is not None:
+                tracked.harvests.append((entry, segment.start, segment.end))
 
     def _promise_beginning(self, tracked: Tracked) -> None:
         """The fixed text before the first placeholder is the same in every prompt of an agent, position for position.
@@ -487,6 +531,15 @@ class SchedulerHalf:
                 edge = self._edge(tracked, entry, segment.name)
                 tokens = min(entry.tokens - offset, segment.end - segment.start)
                 tracked.observes.append(Lesson(policy, edge, entry.ref_id, offset, segment.start, tokens))
+            if self._loads_fixed(policy):
+                self._learn_fixed(tracked, policy)
+
+    def _learn_fixed(self, tracked: Tracked, policy: str) -> None:
+        for segment, name in self._later_fixed(tracked):
+            entry = self.index.lookup(self._fixed_key(tracked, segment))
+            if entry is not None and entry.state is EntryState.READY:
+                edge = self._edge(tracked, entry, name)
+                tracked.observes.append(Lesson(policy, edge, entry.ref_id, 0, segment.start, entry.tokens))
 
     def _observe_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[ObserveJob]:
         jobs = [
@@ -498,10 +551,12 @@ class SchedulerHalf:
 
     def _load_spans(self, tracked: Tracked, plan: Plan, candidates: Sequence[Candidate]) -> tuple[LoadSpan, ...]:
         spans = []
+        names = dict(self._later_fixed(tracked))
         for span in plan.spans:
             candidate = candidates[span.candidate]
             assert candidate.entry is not None
-            edge = self._edge(tracked, candidate.entry, candidate.segment.name)
+            name = candidate.segment.name or names.get(candidate.segment, "")
+            edge = self._edge(tracked, candidate.entry, name)
             offset = candidate.offset + span.start - candidate.segment.start
             spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge, span.exact))
         return tuple(spans)

@@ -177,7 +177,13 @@ class WorkerHalf:
     def _audit(self, job: AuditJob) -> None:
         assert self.cache is not None
         try:
-            results = audit(self._runner, self.cache, job, lambda name, span: self._estimate(self._policy(name), span))
+            results = audit(
+                self._runner,
+                self.cache,
+                job,
+                lambda name, span: self._estimate(self._policy(name), span),
+                lambda name, mine, true: self._policy(name).select(mine, true),
+            )
         except KeyError as error:  # a reference was evicted in the meantime
             logger.info("Audit of request %s was not possible: %s", job.req_id, error)
             return

@@ -33,6 +33,7 @@ class PolicyTraits(NamedTuple):
     repairs: bool
     rotates: bool
     learns: bool
+    needs_truth: bool = False
 
 
 def create_policy(name: str, **options: Any) -> Policy:
@@ -59,7 +60,7 @@ def create_policy(name: str, **options: Any) -> Policy:
 def policy_traits(name: str) -> PolicyTraits | None:
     """The traits of a policy, or ``None`` if there is none of that name."""
     policy = _load(name)
-    return None if policy is None else PolicyTraits(policy.repairs, policy.rotates, policy.learns)
+    return None if policy is None else PolicyTraits(policy.repairs, policy.rotates, policy.learns, policy.needs_truth)
 
 
 def _load(name: str) -> type[Policy] | None:

@@ -55,6 +55,8 @@ class Policy(ABC):
     """The engine may run the repair pass on top of this policy."""
     rotates: ClassVar[bool] = True
     """Keys are rotated to the target position. Only ``full_share`` pastes them as they were."""
+    needs_truth: ClassVar[bool] = False
+    """It chooses what to recompute by looking at the true KV, so it can only be compared, not used to save time."""
     learns: ClassVar[bool] = True
     """``observe`` does something; if not, no dense truth is ever extracted for it."""
 
@@ -73,6 +75,14 @@ class Policy(ABC):
         ``start`` is the position of the reference's first token within its segment (non-zero when only a part is
         loaded), for policies that use position features.
         """
+
+    def select(self, estimate: torch.Tensor, truth: torch.Tensor) -> torch.Tensor | None:
+        """Tokens to recompute, given estimated and true keys of layer 1 ``(kv_heads, tokens, head_dim)``.
+
+        Returns:
+            indices ``(count,)``, or ``None``: this policy recomputes none.
+        """
+        return None
 
     @abstractmethod
     def state_bytes(self, edge: Edge | None = None) -> int:

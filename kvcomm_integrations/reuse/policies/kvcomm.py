@@ -77,6 +77,7 @@ class KVCOMM(Policy):
     """
 
     name: ClassVar[str] = "kvcomm"
+    repairs: ClassVar[bool] = False
 
     max_anchors: int = 20
     window: int = 5
