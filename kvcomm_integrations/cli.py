@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(subcommands)
     _add_model(subcommands)
+    _add_bench(subcommands)
     return parser
 
 
@@ -74,6 +75,40 @@ def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _demo(args: argparse.Namespace) -> int:
     run_demo: Command = import_module("kvcomm_integrations.demo").run_demo
     return run_demo(args) or 0
+
+
+# --- kvcomm bench ----------------------------------------------------------------------------------------------------
+
+
+def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = subcommands.add_parser("bench", help="measure, on this machine")
+    kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    parser = kinds.add_parser("fidelity", help="how far every policy is from dense, on the real engine")
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--questions", type=Path, metavar="FILE", help='JSONL with {"question": ...}, such as GSM8K')
+    parser.add_argument("--contents", choices=("problems", "documents"), default="problems", help="what agents share")
+    parser.add_argument(
+        "--measure-contents", choices=("problems", "documents"), help="what they share while measured, if different"
+    )
+    parser.add_argument("--agents", type=_at_least_one, default=4, metavar="N")
+    parser.add_argument("--warmup", type=int, default=16, metavar="N", help="contents to learn from")
+    parser.add_argument("--measure", type=_at_least_one, default=15, metavar="N", help="contents to measure on")
+    parser.add_argument("--policies", metavar="A,B", help="policies to compare (default: all)")
+    parser.add_argument("--max-tokens", type=_at_least_one, default=48, metavar="N", help="length of answers, tokens")
+    parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="positions compared")
+    parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw divergence against repaired share")
+    parser.set_defaults(command=_bench_fidelity)
+
+
+def _bench_fidelity(args: argparse.Namespace) -> int:
+    from kvcomm_integrations.demo import prepare_environment
+
+    args.model = args.model or prepare_environment()
+    run: Command = import_module("kvcomm_integrations.bench.fidelity").run_fidelity
+    return run(args)
 
 
 # --- kvcomm model ----------------------------------------------------------------------------------------------------

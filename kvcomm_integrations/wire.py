@@ -77,6 +77,8 @@ class KVCommParams(BaseModel):
     """Under ``observe``: policies to learn with, and to be compared with the dense result once the request is over."""
     audit_tokens: int = Field(default=4, ge=0, le=256)
     """Tokens of the answer that an audit goes over, beyond the first."""
+    teach: bool = True
+    """Let policies learn from this request if it is computed densely."""
 
     @model_validator(mode="after")
     def _check(self) -> KVCommParams:

@@ -406,7 +406,7 @@ class SchedulerHalf:
         return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
 
     def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
-        """Template text: an exact copy at the prompt's beginning; elsewhere repaired, or loaded where nothing repairs."""
+        """Template text: copied exactly at the prompt's beginning; elsewhere repaired, or loaded if nothing repairs."""
         if segment == self._beginning(tracked):
             entry, reason = self.index.lookup(self._beginning_key(tracked, segment)), "exact copy"
         elif self._loads_fixed(policy):
@@ -519,6 +519,8 @@ class SchedulerHalf:
 
     def _prepare_observes(self, tracked: Tracked) -> None:
         if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
+            return
+        if not tracked.params.teach:
             return
         for policy in dict.fromkeys((tracked.policy, *tracked.params.audit)):
             traits = policy_traits(policy)

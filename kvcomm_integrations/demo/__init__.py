@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from kvcomm_integrations.bench.problems import generate_problems, load_questions
-from kvcomm_integrations.demo.measure import Comparison, compare
-from kvcomm_integrations.demo.table import as_json, show
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 DEFAULT_ROUNDS = 4
@@ -34,6 +33,9 @@ def run_demo(args: argparse.Namespace) -> int:
         raise MissingDependencyError(
             "the demo needs LangGraph; install kvcomm-integrations[langgraph,demo,cpu]"
         ) from error
+    from kvcomm_integrations.demo.measure import compare
+    from kvcomm_integrations.demo.table import as_json, show
+
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if args.json is not None:
@@ -45,7 +47,7 @@ def run_demo(args: argparse.Namespace) -> int:
             f"{rounds} rounds need {rounds + WARM_UP} questions ({WARM_UP} to warm up), but there are {len(questions)}"
         )
     comparison = compare(
-        model=args.model or _demo_model(),
+        model=args.model or demo_model(),
         warm_up=questions[:WARM_UP],
         questions=questions[WARM_UP : rounds + WARM_UP],
         agents=args.agents,
@@ -54,7 +56,7 @@ def run_demo(args: argparse.Namespace) -> int:
     )
     show(comparison)
     if args.json is not None:
-        _write(args.json, comparison)
+        _write(args.json, as_json(comparison))
     return 0
 
 
@@ -64,7 +66,15 @@ def _own_questions(count: int, seed: int) -> list[str]:
     return [f"{a.question} And then: {b.question}" for a, b in zip(problems[::2], problems[1::2], strict=True)]
 
 
-def _demo_model() -> str:
+def prepare_environment() -> str:
+    """Quiet the engine's start-up and return the demo model's folder, preparing it if need be."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    return demo_model()
+
+
+def demo_model() -> str:
+    """Folder of the demo model, converting it if need be."""
     from kvcomm_integrations.demo_model import ensure_demo_model
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,8 +86,8 @@ def _check_writable(path: Path) -> None:
         raise ConfigurationError(f"cannot write {path}: the folder {path.resolve().parent} does not exist")
 
 
-def _write(path: Path, comparison: Comparison) -> None:
+def _write(path: Path, result: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(as_json(comparison), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error

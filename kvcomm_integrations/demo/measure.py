@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvcomm_integrations.bench.roles import ROLES
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.demo.graph import ROLES, team
+from kvcomm_integrations.demo.graph import team
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.wire import Mode, RequestReport

@@ -102,6 +102,18 @@ class InProcessEngine(Engine):
         """vLLM's block usage and queue lengths after its latest step."""
         return self._stats.latest
 
+    def drain(self, timeout: float = 30.0) -> None:
+        """Wait until finished requests have been harvested and audited and their blocks are free.
+
+        Raises:
+            EngineError: requests still hold blocks after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while self._stats.latest.usage > 0:
+            if time.monotonic() > deadline:
+                raise EngineError(f"requests still hold blocks after {timeout} s")
+            time.sleep(0.01)
+
     def free_blocks(self) -> int:
         """Blocks of the paged cache that no request holds, after the latest step."""
         total = int(self._started().vllm_config.cache_config.num_gpu_blocks)

@@ -11,7 +11,8 @@ import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langgraph.graph import END, START, StateGraph
 
-from kvcomm_integrations.demo.graph import ROLES, team
+from kvcomm_integrations.bench.roles import ROLES
+from kvcomm_integrations.demo.graph import team
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.wire import RequestReport, SegmentKind

@@ -126,7 +126,7 @@ def test_harvest_and_load_agree_to_rounding(client: Client, session: str) -> Non
 
 
 def test_the_beginning_of_an_agents_prompt_is_copied_exactly(client: Client, session: str) -> None:
-    """Shorter than a block, so vLLM's prefix cache cannot keep it; shared by sessions like that cache, not by tenants."""
+    """Too short for vLLM's prefix cache; shared by sessions as that cache is, not by tenants."""
     beginning = (
         f"<|im_start|>system\nYou are the tester of {session[-60:]}. Say what you see.<|im_end|>\n<|im_start|>user\n"
     )
