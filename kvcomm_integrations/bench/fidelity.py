@@ -115,7 +115,7 @@ def _measure(
                 turns.append(turn)
                 progress.update(task, advance=1, description="teaching" if teach else "measuring")
             calls += 0 if teach else len(agents) - 1
-            for audit in asker.audits():
+            for audit in filter(_loads_shared, asker.audits()):
                 if not teach:
                     scores[audit["policy"]].add(audit)
                 for place, (low, high) in enumerate(CURVE):
@@ -136,6 +136,11 @@ def _measure(
         },
         "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"},
     }
+
+
+def _loads_shared(audit: dict[str, Any]) -> bool:
+    """Something that agents share was loaded, not only an agent's own template text."""
+    return any(not name.startswith("fixed:") for _, _, name, _ in audit["edges"])
 
 
 def _ttft_ratio(
