@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvcomm {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(subcommands)
+    _add_explain(subcommands)
     _add_model(subcommands)
     _add_bench(subcommands)
     return parser
@@ -109,6 +110,38 @@ def _bench_fidelity(args: argparse.Namespace) -> int:
     args.model = args.model or prepare_environment()
     run: Command = import_module("kvcomm_integrations.bench.fidelity").run_fidelity
     return run(args)
+
+
+# --- kvcomm explain --------------------------------------------------------------------------------------------------
+
+
+def _add_explain(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "explain",
+        help="show a prompt's segments, and what is loaded, repaired or computed of each",
+        description='A file of messages is a JSON list, or {"messages": [...], "agent": ..., "tools": [...], '
+        '"answer": ...}; messages in OpenAI\'s form or as LangChain dumps them.',
+    )
+    parser.add_argument("messages", nargs="?", type=Path, metavar="MESSAGES.json", help="the prompt to explain")
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--agent", help="whose prompt it is (default: as the file says, else the file's name)")
+    parser.add_argument(
+        "--seen", type=Path, action="append", default=[], metavar="FILE", help="a prompt that ran before; repeatable"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="show a finished run's report, not a forecast")
+    parser.add_argument(
+        "--block-size", type=_at_least_one, default=16, metavar="N", help="prefix cache's block, tokens (%(default)s)"
+    )
+    parser.set_defaults(command=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if args.messages is not None and args.model is None:
+        from kvcomm_integrations.demo_model import ensure_demo_model
+
+        args.model = str(ensure_demo_model(progress=sys.stderr.isatty()))
+    run_explain: Command = import_module("kvcomm_integrations.report.explain").run_explain
+    return run_explain(args)
 
 
 # --- kvcomm model ----------------------------------------------------------------------------------------------------
