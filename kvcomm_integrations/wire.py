@@ -17,6 +17,7 @@ WIRE_KEY = "kvcomm"
 WIRE_VERSION = 1
 MAX_SEGMENTS = 4096
 MAX_NAME = 256
+MAX_POSITION = 1 << 53
 
 
 class SegmentKind(StrEnum):
@@ -45,8 +46,8 @@ class Segment(BaseModel):
 
     kind: SegmentKind
     name: str = Field(default="", max_length=MAX_NAME)
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    start: int = Field(ge=0, le=MAX_POSITION)
+    end: int = Field(ge=0, le=MAX_POSITION)
 
     @model_validator(mode="after")
     def _check(self) -> Segment:
@@ -104,7 +105,7 @@ class KVCommParams(BaseModel):
         Raises:
             WireError: wrong types, unknown version, segments out of range, overlapping or too many.
         """
-        if not params or WIRE_KEY not in params:
+        if not isinstance(params, dict) or WIRE_KEY not in params:
             return None
         raw = params[WIRE_KEY]
         if not isinstance(raw, dict):

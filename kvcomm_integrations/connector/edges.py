@@ -38,7 +38,10 @@ class EdgeBook:
 
     def health(self, policy: str, edge: Edge) -> EdgeHealth:
         """Audited divergence of an edge, made on first use."""
-        return self._health.setdefault((policy, edge), EdgeHealth())
+        found = self._health.setdefault((policy, edge), EdgeHealth())
+        while len(self._health) > self._limit:
+            del self._health[next(iter(self._health))]
+        return found
 
     def audited(self, policy: str, edge: Edge, divergence: float) -> None:
         """Note an audit: KL of the first token against the dense run, nats."""

@@ -167,7 +167,10 @@ class ReferenceIndex:
             return False
         if self.used + nbytes <= self.budget:
             return True
-        for entry in [e for e in self._entries.values() if e.state is EntryState.READY]:
+        ready = [entry for entry in self._entries.values() if entry.state is EntryState.READY]
+        if self.used - sum(entry.nbytes for entry in ready) + nbytes > self.budget:
+            return False  # promises take too much: nothing is gained by evicting the rest
+        for entry in ready:
             self.withdraw(entry.ref_id)
             self.evictions += 1
             if self.used + nbytes <= self.budget:

@@ -34,6 +34,11 @@ class HashGuard:
         """Hashes are replaced at present."""
         return self._first is not None
 
+    @property
+    def untouched(self) -> int:
+        """Tokens before the first hidden block, while active; 0 otherwise."""
+        return (self._first or 0) * self._hash_block
+
     def protect(self, first_approximate: int) -> None:
         """Hide every block from the one that holds token ``first_approximate`` on. Idempotent.
 

@@ -111,18 +111,18 @@ def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], l
     if not spans:
         reasons = {c.reason for c in candidates if c.reason and c.segment.kind is SegmentKind.PLACEHOLDER}
         return "; ".join(sorted(reasons)) or "no shared content that is not in the prefix cache already"
-    best: Plan | None = None
-    for count in range(1, len(spans) + 1):
-        plan = Plan(exact, spans[count - 1].end, tuple(spans[:count]))
-        if not limits.repair and plan.gaps:
+    best = provided = 0
+    for count, span in enumerate(spans, 1):  # every further span provides more: the last one within the limits is best
+        provided += span.end - span.start
+        external = span.end - exact
+        repaired = external - provided
+        if repaired and not limits.repair:
             break
-        if plan.repaired > limits.max_tokens or plan.repaired > limits.max_share * plan.external:
-            continue
-        if best is None or plan.loaded + plan.copied > best.loaded + best.copied:
-            best = plan
-    if best is None:
+        if repaired <= limits.max_tokens and repaired <= limits.max_share * external:
+            best = count
+    if not best:
         return "too much would have to be repaired" if limits.repair else "an unknown segment comes first"
-    return best
+    return Plan(exact, spans[best - 1].end, tuple(spans[:best]))
 
 
 def describe(
@@ -134,10 +134,13 @@ def describe(
         materialised: the worker has carried the plan out; if not, external tokens count as computed.
     """
     reports = []
+    by_candidate: dict[int, list[Span]] = {}
+    for span in plan.spans if materialised else ():
+        by_candidate.setdefault(span.candidate, []).append(span)
     for position, candidate in enumerate(candidates):
         segment = candidate.segment
         external = _overlap(segment, plan.exact, plan.end) if materialised else 0
-        spans = [s for s in plan.spans if s.candidate == position and materialised]
+        spans = by_candidate.get(position, [])
         copied = sum(_overlap(segment, s.start, s.end) for s in spans if s.exact)
         loaded = sum(_overlap(segment, s.start, s.end) for s in spans if not s.exact)
         exact = _overlap(segment, 0, plan.exact) + copied

@@ -7,6 +7,7 @@ acknowledged.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
@@ -119,16 +120,20 @@ class SchedulerHalf:
         except Exception as error:  # a fault in planning costs the reuse of one request, nothing else
             logger.exception("Planning request %s failed; it is served densely", request.request_id)
             self._forget_plan(tracked)
-            tracked.refusal = f"planning failed ({type(error).__name__}: {error})"
+            tracked.reason = tracked.refusal = f"planning failed ({type(error).__name__}: {error})"
             return 0
 
     def _match(self, tracked: Tracked, exact: int) -> int | None:
         started = time.perf_counter()
         tracked.exact = min(exact, tracked.prompt_tokens)
         tracked.reason = tracked.refusal
+        tracked.audits = []
         self._notice_preemption(tracked)
+        if tracked in self._planned:  # asked again within one step: the earlier answer does not count
+            self._forget_plan(tracked)
         if tracked.guard.active:  # its plan was carried out before a preemption: the rest is computed, still kept apart
             tracked.reason = "preempted, then computed"
+            tracked.exact = min(tracked.exact, tracked.guard.untouched)
             return 0
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
@@ -211,6 +216,9 @@ class SchedulerHalf:
             meta.observes.extend(observes)
             meta.releases.append(req_id)
         self._finished = []
+        # A reference may have been withdrawn while its harvest was due (a reset, a released session). Workers drop
+        # before they harvest, so such a copy would stay for good.
+        meta.harvests = [job for job in meta.harvests if self.index.by_id(job.ref_id) is not None]
         meta.drops = self.index.take_drops()
         return meta
 
@@ -254,6 +262,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
+        self._notice_preemption(tracked)
         if tracked in self._planned:
             self._planned.remove(tracked)
         done = tracked.prompt_done and self._completed(tracked)
@@ -268,9 +277,8 @@ class SchedulerHalf:
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
-        suffix = f"|{tenant}|{session}"
-        scopes = {e.key.scope for e in self.index.entries() if e.key.scope.endswith(suffix)}
-        return sum(self.index.withdraw_scope(scope) for scope in scopes)
+        scopes = {entry.key.scope for entry in self.index.entries()}
+        return sum(self.index.withdraw_scope(scope) for scope in scopes if _names_session(scope, tenant, session))
 
     def reset(self) -> None:
         """Forget all references (weights changed, or the user asked for it). Learned corrections are dropped too."""
@@ -298,9 +306,9 @@ class SchedulerHalf:
         return ""
 
     def _track(self, request: Request, params: KVCommParams, refusal: str) -> None:
-        scope = f"{request.cache_salt or ''}|{params.tenant}|{params.session}"
+        scope = _scope(request.cache_salt or "", params.tenant, params.session)
         if self.config.isolation is Isolation.TENANT:
-            scope = f"{request.cache_salt or ''}|{params.tenant}"
+            scope = _scope(request.cache_salt or "", params.tenant)
         elif self.config.isolation is Isolation.GLOBAL:
             scope = ""
         guard = HashGuard(request, self._hash_block)
@@ -315,7 +323,11 @@ class SchedulerHalf:
         return (tracked.request.prompt_token_ids or [])[segment.start : segment.end]
 
     def _beginning(self, tracked: Tracked) -> Segment | None:
-        first = cover(tracked.params.segments, tracked.prompt_tokens)[0]
+        if not tracked.params.segments:
+            return None
+        first = tracked.params.segments[0]
+        if first.start > 0:
+            first = Segment(kind=SegmentKind.FIXED, start=0, end=first.start)
         long_enough = first.end >= self.config.min_segment_tokens
         alone = first.end >= tracked.prompt_tokens
         return first if first.kind is SegmentKind.FIXED and long_enough and not alone else None
@@ -326,7 +338,7 @@ class SchedulerHalf:
 
     @staticmethod
     def _tenant_scope(tracked: Tracked) -> str:
-        return f"{tracked.request.cache_salt or ''}|{tracked.params.tenant}"
+        return _scope(tracked.request.cache_salt or "", tracked.params.tenant)
 
     def _find(self, tracked: Tracked, segment: Segment) -> tuple[Entry | None, int]:
         """The entry that holds a segment's content, ready or promised, and the content's first token in it."""
@@ -423,8 +435,8 @@ class SchedulerHalf:
         return self.repair_refusal is not None or (traits is not None and not traits.repairs)
 
     def _fixed_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
-        scope = f"fixed|{self._tenant_scope(tracked)}|{tracked.params.agent}"
-        return ContentKey(scope, content_id(self._ids(tracked, segment)))
+        scope = _scope(tracked.request.cache_salt or "", tracked.params.tenant, tracked.params.agent)
+        return ContentKey(f"fixed|{scope}", content_id(self._ids(tracked, segment)))
 
     def _later_fixed(self, tracked: Tracked) -> list[tuple[Segment, str]]:
         """Template text after the beginning, with names that make its edges: by order in the prompt."""
@@ -547,6 +559,7 @@ class SchedulerHalf:
         jobs = [
             ObserveJob(lesson.policy, lesson.edge, lesson.ref_id, lesson.offset, blocks, lesson.start, lesson.tokens)
             for lesson in tracked.observes
+            if self.index.by_id(lesson.ref_id) is not None
         ]
         tracked.observes = []
         return jobs
@@ -648,9 +661,10 @@ class SchedulerHalf:
     def _forget_plan(self, tracked: Tracked) -> None:
         """Undo a plan that vLLM has given no blocks for."""
         tracked.guard.restore()
-        tracked.plan = None
         if tracked in self._planned:
             self._planned.remove(tracked)
+            self._repairing -= tracked.plan.repaired if tracked.plan is not None else 0
+        tracked.plan = None
 
     def _notice_preemption(self, tracked: Tracked) -> None:
         if tracked.request.num_preemptions == tracked.preemptions:
@@ -661,3 +675,13 @@ class SchedulerHalf:
         tracked.observes, tracked.audits = [], []
         tracked.admitted = False
         tracked.prompt_done = False
+
+
+def _scope(*parts: str) -> str:
+    """One string for names that clients choose, such that different names never give the same string."""
+    return json.dumps(parts)
+
+
+def _names_session(scope: str, tenant: str, session: str) -> bool:
+    """Whether a scope is that of a session, whatever its salt. No other kind of scope begins with a bracket."""
+    return scope.startswith("[") and json.loads(scope)[1:] == [tenant, session]
