@@ -102,6 +102,17 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw divergence against repaired share")
     parser.set_defaults(command=_bench_fidelity)
+    parser = kinds.add_parser("planning", help="what finding contents and building prompts costs, without an engine")
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument(
+        "--tokens", type=_at_least_one, action="append", metavar="N", help="length of prompts; repeatable"
+    )
+    parser.add_argument("--contents", type=_at_least_one, default=200, metavar="N", help="known contents (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=_at_least_one, default=20, metavar="N", help="prompts per length (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.set_defaults(command=_bench_planning)
 
 
 def _bench_fidelity(args: argparse.Namespace) -> int:
@@ -109,6 +120,11 @@ def _bench_fidelity(args: argparse.Namespace) -> int:
 
     args.model = args.model or prepare_environment()
     run: Command = import_module("kvcomm_integrations.bench.fidelity").run_fidelity
+    return run(args)
+
+
+def _bench_planning(args: argparse.Namespace) -> int:
+    run: Command = import_module("kvcomm_integrations.bench.planning").run_planning
     return run(args)
 
 
