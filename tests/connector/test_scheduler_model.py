@@ -1,0 +1,497 @@
+"""Random lives of many requests, with a stand-in for vLLM's scheduler and a worker that checks every order it gets.
+
+The stand-in keeps, for every token of every request, whether its KV is exact or an estimate, so that it knows what may
+be in the exact prefix cache, what a reference really holds, and what a report may claim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from kvcomm_integrations.config import Isolation
+from kvcomm_integrations.connector.index import EntryState
+from kvcomm_integrations.connector.metadata import (
+    AuditResult,
+    LoadJob,
+    LoadResult,
+    LoadSpan,
+    StepMetadata,
+    WorkerReport,
+)
+from kvcomm_integrations.wire import WIRE_KEY, RequestReport
+from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, exact_hashes, make_half, make_request, segment
+
+SCENARIOS = 300
+Names = tuple[str, str, str]
+"""Salt, tenant and session."""
+NAMES: list[Names] = [
+    ("", "t", "s"),
+    ("", "t", "r"),
+    ("", "t|s", "x"),
+    ("", "t", "s|x"),
+    ("salt", "t", "s"),
+    ("", "u", "s"),
+]
+
+
+@dataclass
+class Live:
+    """A request and what is known of its KV."""
+
+    request: Request
+    names: Names
+    stop_after: int
+    blocks: tuple[int, ...] = ()
+    exact: list[bool] = field(default_factory=list)
+    """Per computed token, whether its KV is exact."""
+    fresh_hit: bool = False
+    """Its exact hit holds a block that is written in this very step."""
+    loaded: int = 0
+    """Tokens really loaded since it was admitted last."""
+    may_harvest: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.request.all_token_ids)
+
+
+@dataclass
+class Cached:
+    """A block in the prefix cache."""
+
+    prefix: tuple[int, ...]
+    salt: str
+    flags: list[bool]
+    """Per token of the block, whether its KV is exact."""
+    owner: str
+    written: bool = False
+
+
+@dataclass
+class Held:
+    """A reference in the worker's store."""
+
+    ids: list[int]
+    names: Names
+    agent: str
+    fixed: bool
+    exact: bool
+
+
+class World:
+    """Everything around the scheduler half."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = rnd = Random(seed)
+        self.isolation = rnd.choice([Isolation.SESSION, Isolation.SESSION, Isolation.TENANT, Isolation.GLOBAL])
+        self.ranks = rnd.choice([1, 1, 2])
+        self.budget = rnd.choice([60, 200, 1000, 10_000]) * BYTES_PER_TOKEN
+        self.half = make_half(
+            ranks=self.ranks,
+            repair=rnd.random() < 0.75,
+            isolation=self.isolation,
+            store_bytes=self.budget,
+            policy=rnd.choice(["ridge", "ridge", "aligned", "full_share"]),
+            audit_rate=rnd.choice([0.0, 0.3]),
+            learn_rate=rnd.choice([0.0, 0.5]),
+            max_repair_tokens=rnd.choice([4096, 60]),
+        )
+        self.half.block_ids = lambda req_id: self.lives[req_id].blocks
+        self.trouble = rnd.choice([0.0, 0.05, 0.2])
+        """Chance of preemption, failed allocation, failed harvest, fault, abort."""
+        self.lag = rnd.choice([0, 1, 3])
+        self.lives: dict[str, Live] = {}
+        self.waiting: deque[Live] = deque()
+        self.running: list[Live] = []
+        self.delayed: dict[str, Live] = {}
+        self.owner: dict[int, Live] = {}
+        self.next_block = 1
+        self.cache: dict[bytes, Cached] = {}
+        self.store: dict[int, Held] = {}
+        self.acknowledged: set[int] = set()
+        self.reports: deque[tuple[int, WorkerReport]] = deque()
+        self.now = 0
+        self.loads = 0
+        self.contents = [[rnd.randrange(900) for _ in range(rnd.randrange(2, 70))] for _ in range(5)]
+        self.systems = [[1000 * (a + 1) + i for i in range(rnd.randrange(2, 45))] for a in range(3)]
+        self.answers: dict[Names, list[list[int]]] = {}
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        rnd = self.random
+        names = rnd.choice(NAMES[: rnd.choice([1, len(NAMES)])])
+        salt, tenant, session = names
+        agent = rnd.randrange(3)
+        prompt, segments = list(self.systems[agent]), []
+        for number in range(rnd.randrange(1, 4)):
+            said = self.answers.get(names, [])
+            content = list(rnd.choice(said) if said and rnd.random() < 0.5 else rnd.choice(self.contents))
+            if rnd.random() < 0.2:
+                content = content[rnd.randrange(5) :] or content
+            segments.append(segment("placeholder", len(prompt), len(prompt) + len(content), f"p{number}"))
+            prompt += content + [3000 + number] * rnd.randrange(9)
+        if rnd.random() < 0.8:
+            prompt += [4000 + i for i in range(rnd.randrange(1, 30))]
+        params: Any = {
+            "agent": f"a{agent}",
+            "tenant": tenant,
+            "session": session,
+            "segments": segments,
+            "mode": rnd.choices(["auto", "observe", "dense"], [8, 1, 1])[0],
+        }
+        if rnd.random() < 0.7:
+            params["response_name"] = f"agent:a{agent}:response"
+        if params["mode"] == "observe" and rnd.random() < 0.5:
+            params["audit"] = ["ridge", "aligned"]
+        if rnd.random() < 0.1:
+            params = rnd.choice([None, None, {"version": 7}, [], {**params, "policy": "unknown"}])
+        live = Live(make_request(prompt, params, salt=salt or None), names, rnd.randrange(1, 25))
+        live.may_harvest = isinstance(params, dict) and "mode" in params and params["mode"] != "dense"
+        self.lives[live.request.request_id] = live
+        self.half.new(live.request)
+        self.waiting.append(live)
+
+    def free(self, live: Live) -> None:
+        for block in live.blocks:
+            del self.owner[block]
+        live.blocks = ()
+
+    def hit(self, live: Live) -> int:
+        """Tokens of the longest cached beginning; checks that nobody gets another's estimates."""
+        count, live.fresh_hit, live.exact = 0, False, []
+        request = live.request
+        for number, value in enumerate(request.block_hashes):
+            end = (number + 1) * BLOCK
+            cached = self.cache.get(bytes(value))
+            if cached is None or end > request.num_tokens - 1:
+                break
+            assert cached.prefix == tuple(request.all_token_ids[:end])
+            assert cached.salt == live.names[0]
+            assert all(cached.flags) or cached.owner == request.request_id, "an estimate was found in the prefix cache"
+            live.fresh_hit |= not cached.written
+            live.exact += cached.flags
+            count = end
+        return count
+
+    def file(self, live: Live, upto: int) -> None:
+        """vLLM files full blocks when it allocates them, before they are computed."""
+        for number in range(upto // BLOCK):
+            end = (number + 1) * BLOCK
+            value = bytes(live.request.block_hashes[number])
+            flags = live.exact[end - BLOCK : end]
+            written = end <= live.request.num_computed_tokens  # loads and repair come before, or are one batch
+            found = self.cache.get(value)
+            if found is None:
+                self.cache[value] = Cached(
+                    tuple(live.request.all_token_ids[:end]), live.names[0], flags, live.request.request_id, written
+                )
+            else:
+                assert found.prefix == tuple(live.request.all_token_ids[:end])
+                assert found.flags == flags or found.owner == live.request.request_id
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self, *, calm: bool = False) -> None:
+        rnd, half = self.random, self.half
+        self.now += 1
+        while self.reports and (calm or self.reports[0][0] <= self.now):
+            report = self.reports.popleft()[1]
+            self.acknowledged |= {ref for ref, ranks in report.stored.items() if ranks == self.ranks}
+            half.acknowledge(report)
+        trouble = 0.0 if calm else self.trouble
+        scheduled: dict[str, int] = {}
+        for live in list(self.running):
+            if rnd.random() < trouble / 2:
+                self.preempt(live)
+                continue
+            self.schedule(live, scheduled)
+        planned: dict[str, int] = {}
+        for live in list(self.waiting):
+            if len(self.running) >= 5 or (not calm and rnd.random() < 0.2):
+                break
+            hit = self.hit(live)
+            external = half.match(live.request, hit)
+            if external is None:
+                continue
+            assert external >= 0 and (external == 0 or hit + external < live.request.num_prompt_tokens)
+            self.check_hidden(live, hit, external)
+            if rnd.random() < trouble:
+                if rnd.random() < 0.5:
+                    continue  # no blocks
+                half.match(live.request, hit)  # asked once more, then no blocks
+                break
+            if external and rnd.random() < trouble / 4:
+                external = 0
+            self.waiting.remove(live)
+            self.admit(live, hit, external, scheduled)
+            if external:
+                planned[live.request.request_id] = hit + external
+        meta = half.step(SimpleNamespace(num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
+        for req_id, tokens in scheduled.items():
+            self.lives[req_id].request.num_computed_tokens += tokens
+        assert {job.req_id for job in meta.loads} == set(planned)
+        assert half.index.used <= self.budget
+        self.work(meta, planned, trouble)
+        self.sample(scheduled)
+        if rnd.random() < trouble:
+            self.abort()
+        if rnd.random() < trouble / 5:
+            half.reset()
+        if rnd.random() < trouble / 5:
+            _, tenant, session = rnd.choice(NAMES)
+            half.release_session(tenant, session)
+        if rnd.random() < 0.1:
+            for value in rnd.sample(list(self.cache), len(self.cache) // 2):
+                del self.cache[value]
+
+    def schedule(self, live: Live, scheduled: dict[str, int]) -> None:
+        request = live.request
+        tokens = request.num_tokens - request.num_computed_tokens
+        if tokens > 1:
+            tokens = min(tokens, self.random.choice([8, 50, 400]))
+        live.exact += [all(live.exact)] * tokens
+        scheduled[request.request_id] = tokens
+        self.file(live, request.num_computed_tokens + tokens)
+
+    def preempt(self, live: Live) -> None:
+        self.free(live)
+        live.request.num_preemptions += 1
+        live.request.num_computed_tokens = 0
+        live.request.status = RequestStatus.PREEMPTED
+        live.loaded, live.exact = 0, []
+        self.running.remove(live)
+        self.waiting.appendleft(live)
+
+    def check_hidden(self, live: Live, hit: int, external: int) -> None:
+        tracked = self.half._tracked.get(live.request.request_id)
+        hashes, exact = [bytes(h) for h in live.request.block_hashes], exact_hashes(live.request)
+        plan = tracked.plan if tracked is not None else None
+        if external:
+            assert plan is not None and (plan.exact, plan.external) == (hit, external)
+            if plan.first_approximate is not None:
+                border = plan.first_approximate // BLOCK
+                assert hashes[:border] == exact[:border]
+                assert not set(hashes[border:]) & set(exact)
+                return
+        if tracked is None or not tracked.guard.active:
+            assert hashes == exact  # whoever plans nothing approximate takes part in the exact prefix cache
+
+    def admit(self, live: Live, hit: int, external: int, scheduled: dict[str, int]) -> None:
+        request = live.request
+        need = -(-(request.num_prompt_tokens + 30) // BLOCK)
+        live.blocks = tuple(range(self.next_block, self.next_block + need))
+        self.next_block += need
+        self.owner.update(dict.fromkeys(live.blocks, live))
+        self.half.allocated(request, live.blocks, external)
+        tracked = self.half._tracked.get(request.request_id)
+        plan = tracked.plan if tracked is not None else None
+        if external:
+            assert plan is not None
+            border = plan.end if plan.first_approximate is None else plan.first_approximate
+            live.exact += [all(live.exact)] * (border - hit) + [False] * (plan.end - border)
+        else:
+            assert plan is None
+        request.num_computed_tokens = hit + external
+        request.status = RequestStatus.RUNNING
+        self.running.append(live)
+        self.schedule(live, scheduled)
+
+    # ---- the worker -------------------------------------------------------------------------------------------------
+
+    def work(self, meta: StepMetadata, planned: dict[str, int], trouble: float) -> None:
+        rnd, report = self.random, WorkerReport()
+        for job in meta.loads:
+            fault = "fault" if rnd.random() < trouble else ""
+            self.load(job, planned[job.req_id])
+            if not fault:
+                self.lives[job.req_id].loaded = sum(s.end - s.start for s in job.spans if not s.exact)
+                self.loads += 1
+            report.loads[job.req_id] = LoadResult(1.0, 1.0, fault)
+        for cached in self.cache.values():
+            cached.written = True
+        for audit in meta.audits:
+            live = self.of(audit.blocks)
+            assert audit.token_ids == tuple(live.ids[: len(audit.token_ids)]) and all(live.exact)
+            assert len(audit.token_ids) <= live.request.num_tokens - 1
+            for variant in audit.variants:
+                for span in variant.spans:
+                    self.check_span(live, span)
+                edges = tuple(span.edge for span in variant.spans if not span.exact)
+                if edges:
+                    kl = rnd.choice([0.01, 5.0])
+                    report.audits.append(AuditResult("r", variant.policy, edges, (kl,), (True,), 1, 0, 1, 0))
+        for lesson in meta.observes:
+            live, held = self.of(lesson.blocks), self.store[lesson.ref_id]
+            end = lesson.start + lesson.tokens
+            assert live.may_harvest and all(live.exact) and end <= len(live.exact)
+            assert held.ids[lesson.offset : lesson.offset + lesson.tokens] == live.ids[lesson.start : end]
+            self.check_names(held, live, lesson.edge.target)
+            report.examples[(lesson.policy, lesson.edge)] = rnd.randrange(1, 9)
+        for ref_id in meta.drops:
+            self.store.pop(ref_id, None)
+        for harvest in meta.harvests:
+            live = self.of(harvest.blocks)
+            assert live.may_harvest and 0 <= harvest.start < harvest.end <= len(live.exact)
+            assert harvest.end <= max(live.request.num_computed_tokens, live.request.num_prompt_tokens)
+            assert not harvest.exact or (harvest.start == 0 and all(live.exact[: harvest.end]))
+            assert not harvest.dense or all(live.exact[: harvest.end])
+            assert harvest.ref_id not in self.store
+            if rnd.random() < trouble:
+                report.failed[harvest.ref_id] = "no room"
+                if self.ranks == 1 or rnd.random() < 0.5:
+                    continue
+                report.stored[harvest.ref_id] = self.ranks - 1  # the others could
+            else:
+                report.stored[harvest.ref_id] = self.ranks
+            fixed = harvest.name.startswith("fixed:")
+            ids = live.ids[harvest.start : harvest.end]
+            self.store[harvest.ref_id] = Held(ids, live.names, harvest.source, fixed, harvest.exact)
+            report.leverage.update(
+                {("ridge", edge, harvest.ref_id): 1.5 for _, edge in report.examples if rnd.random() < 0.5}
+            )
+        assert sum(len(held.ids) for held in self.store.values()) * BYTES_PER_TOKEN <= self.budget
+        for req_id in meta.releases:
+            self.free(self.delayed.pop(req_id))  # exactly once, and only what was kept
+        self.reports.append((self.now + rnd.randint(0, self.lag), report))
+
+    def of(self, blocks: tuple[int, ...]) -> Live:
+        """The request that still owns these blocks."""
+        (live,) = {id(self.owner[block]): self.owner[block] for block in blocks}.values()
+        assert blocks == live.blocks
+        return live
+
+    def load(self, job: LoadJob, end: int) -> None:
+        live = self.lives[job.req_id]
+        assert job.blocks == live.blocks and job.end == end
+        assert job.token_ids == tuple(live.ids[job.exact : job.end])
+        assert not (job.gaps and live.fresh_hit), "repair would attend over KV that is not written yet"
+        for span in job.spans:
+            assert span.ref_id in self.store and span.ref_id in self.acknowledged
+            self.check_span(live, span)
+        parts = sorted([*job.gaps, *((span.start, span.end) for span in job.spans)])
+        assert parts[0][0] == job.exact and parts[-1][1] == job.end
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
+
+    def check_span(self, live: Live, span: LoadSpan) -> None:
+        held = self.store.get(span.ref_id)
+        if held is None:
+            return  # an audit's reference may be gone by now
+        assert held.ids[span.offset : span.offset + span.end - span.start] == live.ids[span.start : span.end]
+        assert held.exact == span.exact and (not span.exact or span.offset == span.start)
+        self.check_names(held, live, span.edge.target)
+
+    def check_names(self, held: Held, live: Live, agent: str) -> None:
+        if held.fixed:
+            assert (held.names[:2], held.agent) == (live.names[:2], agent)
+        elif self.isolation is not Isolation.GLOBAL:
+            assert held.names[:2] == live.names[:2]
+            assert held.exact or self.isolation is Isolation.TENANT or held.names == live.names
+
+    # ---- the end of requests ----------------------------------------------------------------------------------------
+
+    def sample(self, scheduled: dict[str, int]) -> None:
+        for req_id in scheduled:
+            live = self.lives.get(req_id)
+            if live is None or live.request.num_computed_tokens < live.request.num_tokens:
+                continue
+            live.request.append_output_token_ids([self.random.randrange(900)])
+            if live.request.num_output_tokens >= live.stop_after:
+                ended = [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED]
+                status = self.random.choice(ended)
+                content = list(live.request.output_token_ids)
+                content = content[:-1] if status is RequestStatus.FINISHED_STOPPED else content
+                if content:
+                    self.answers.setdefault(live.names, []).append(content)
+                self.running.remove(live)
+                self.end(live, status)
+
+    def abort(self) -> None:
+        victims = [*self.running, *self.waiting]
+        if victims:
+            live = self.random.choice(victims)
+            (self.running if live in self.running else self.waiting).remove(live)
+            assert not self.end(live, RequestStatus.FINISHED_ABORTED)
+
+    def end(self, live: Live, status: RequestStatus) -> bool:
+        live.request.status = status
+        kept, out = self.half.finished(live.request, list(live.blocks))
+        del self.lives[live.request.request_id]
+        assert live.request.request_id not in self.half._tracked
+        if kept:
+            assert live.may_harvest
+            self.delayed[live.request.request_id] = live
+        else:
+            self.free(live)
+        if out is not None:
+            self.check_report(live, RequestReport.model_validate(out[WIRE_KEY]))
+        return kept
+
+    def check_report(self, live: Live, report: RequestReport) -> None:
+        prompt = live.request.num_prompt_tokens
+        assert report.prompt_tokens == prompt == report.exact + report.loaded + report.repaired + report.computed
+        assert min(report.exact, report.loaded, report.repaired, report.computed) >= 0
+        assert report.loaded <= live.loaded  # only what was materialised; fewer where the answer is still on its way
+        if status_known := [job for _, job in self.reports if live.request.request_id in job.loads]:
+            assert status_known
+        else:
+            assert report.loaded == live.loaded
+        if live.request.num_computed_tokens:
+            assert report.exact <= sum(live.exact[:prompt])
+        for part in report.segments:
+            assert part.exact + part.loaded + part.repaired + part.computed == part.end - part.start
+
+    def drain(self) -> None:
+        for _ in range(400):
+            if not (self.waiting or self.running):
+                break
+            self.step(calm=True)
+        assert not self.waiting and not self.running, "requests hang"
+        for _ in range(3):
+            self.step(calm=True)
+        half = self.half
+        assert not (half._tracked or half._others or half._planned or half._finished)
+        assert not (self.lives or self.delayed or self.owner), "blocks leak"
+        assert half.index.used == sum(e.nbytes for e in half.index.entries())
+        assert all(entry.state is EntryState.READY for entry in half.index.entries()), "a promise was never kept"
+        assert set(self.store) == {entry.ref_id for entry in half.index.entries()}, "the worker holds other references"
+
+
+def live_through(seed: int) -> int:
+    """One scenario; returns how many requests were really loaded."""
+    world = World(seed)
+    for _ in range(world.random.randrange(5, 25)):
+        for _ in range(world.random.choice([0, 0, 1, 1, 2])):
+            world.arrive()
+        world.step()
+    world.drain()
+    return world.loads
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Refusals and faults are part of the game."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_nothing_goes_wrong_whatever_happens(part: int) -> None:
+    loads = 0
+    for seed in range(part * SCENARIOS // 6, (part + 1) * SCENARIOS // 6):
+        try:
+            loads += live_through(seed)
+        except BaseException as error:
+            error.add_note(f"scenario {seed}")
+            raise
+    assert loads > 25  # the scenarios do exercise what they are for
