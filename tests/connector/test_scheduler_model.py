@@ -58,6 +58,8 @@ class Live:
     loaded: int = 0
     """Tokens really loaded since it was admitted last."""
     may_harvest: bool = False
+    hidden: bool = False
+    """It was admitted with a plan that holds estimates."""
 
     @property
     def ids(self) -> list[int]:
@@ -136,8 +138,8 @@ class World:
         for number in range(rnd.randrange(1, 4)):
             said = self.answers.get(names, [])
             content = list(rnd.choice(said) if said and rnd.random() < 0.5 else rnd.choice(self.contents))
-            if rnd.random() < 0.2:
-                content = content[rnd.randrange(5) :] or content
+            if rnd.random() < 0.4:
+                content = content[rnd.randrange(3) : len(content) - rnd.randrange(3)] or content
             segments.append(segment("placeholder", len(prompt), len(prompt) + len(content), f"p{number}"))
             prompt += content + [3000 + number] * rnd.randrange(9)
         if rnd.random() < 0.8:
@@ -155,7 +157,11 @@ class World:
             params["audit"] = ["ridge", "aligned"]
         if rnd.random() < 0.1:
             params = rnd.choice([None, None, {"version": 7}, [], {**params, "policy": "unknown"}])
-        live = Live(make_request(prompt, params, salt=salt or None), names, rnd.randrange(1, 25))
+        live = Live(
+            make_request(prompt, params, salt=salt or None),
+            names,
+            rnd.choice([1, rnd.randrange(1, 10), rnd.randrange(9, 20)]),
+        )
         live.may_harvest = isinstance(params, dict) and "mode" in params and params["mode"] != "dense"
         self.lives[live.request.request_id] = live
         self.half.new(live.request)
@@ -241,6 +247,8 @@ class World:
             self.lives[req_id].request.num_computed_tokens += tokens
         assert {job.req_id for job in meta.loads} == set(planned)
         assert half.index.used <= self.budget
+        for live in self.lives.values():
+            assert live.hidden or live.request.block_hashes == exact_hashes(live.request)
         self.work(meta, planned, trouble)
         self.sample(scheduled)
         if rnd.random() < trouble:
@@ -288,7 +296,7 @@ class World:
 
     def admit(self, live: Live, hit: int, external: int, scheduled: dict[str, int]) -> None:
         request = live.request
-        need = -(-(request.num_prompt_tokens + 30) // BLOCK)
+        need = -(-(request.num_prompt_tokens + 50) // BLOCK)
         live.blocks = tuple(range(self.next_block, self.next_block + need))
         self.next_block += need
         self.owner.update(dict.fromkeys(live.blocks, live))
@@ -297,6 +305,7 @@ class World:
         plan = tracked.plan if tracked is not None else None
         if external:
             assert plan is not None
+            live.hidden |= plan.first_approximate is not None
             border = plan.end if plan.first_approximate is None else plan.first_approximate
             live.exact += [all(live.exact)] * (border - hit) + [False] * (plan.end - border)
         else:
@@ -469,8 +478,8 @@ class World:
 def live_through(seed: int) -> int:
     """One scenario; returns how many requests were really loaded."""
     world = World(seed)
-    for _ in range(world.random.randrange(5, 25)):
-        for _ in range(world.random.choice([0, 0, 1, 1, 2])):
+    for _ in range(world.random.randrange(10, 60)):
+        for _ in range(world.random.choice([0, 0, 0, 1, 1, 2])):
             world.arrive()
         world.step()
     world.drain()
