@@ -120,6 +120,9 @@ class WorkerHalf:
                 gaps.extend(_gaps(job, job.gaps))
             except Exception as error:  # any fault here must end in computing the tokens
                 logger.exception("Loading for request %s failed; its tokens are computed", job.req_id)
+                if self._vllm_config.parallel_config.world_size > 1:
+                    # The other ranks do not know and would run another batch: stopping is better than hanging.
+                    raise EngineError(f"loading failed on one of several ranks: {error}") from error
                 fault = f"{type(error).__name__}: {error}"
                 gaps.extend(_gaps(job, ((job.exact, job.end),)))
             timings[job.req_id] = ((time.perf_counter() - started) * 1e3, fault)
@@ -175,7 +178,8 @@ class WorkerHalf:
         self._released.update(meta.releases)
 
     def _audit(self, job: AuditJob) -> None:
-        assert self.cache is not None
+        if self.cache is None:
+            return
         try:
             results = audit(
                 self._runner,
@@ -235,9 +239,8 @@ class WorkerHalf:
             reference = self.store.get(job.ref_id)
             policy = self._policy(job.policy)
             truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
-            policy.observe(
-                job.edge, KV(reference.keys[:, :, : job.tokens], reference.values[:, :, : job.tokens]), truth
-            )
+            part = slice(job.offset, job.offset + job.tokens)
+            policy.observe(job.edge, KV(reference.keys[:, :, part], reference.values[:, :, part]), truth)
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning %s failed", job.edge)

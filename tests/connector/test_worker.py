@@ -1,0 +1,86 @@
+"""The worker half on a paged cache of its own, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata
+from kvcomm_integrations.connector.paged import Layout, PagedCache
+from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.rope import Rope
+
+LAYERS, HEADS, BLOCK, DIM = 3, 2, 16, 8
+EDGE = Edge("a", "b", "text")
+
+
+def _worker() -> WorkerHalf:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    half = WorkerHalf(config, ReuseConfig(policy="ridge"))
+    half.cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)], Layout.CPU)
+    half.rope = Rope(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
+    half.verified = True
+    return half
+
+
+def _fill(half: WorkerHalf, blocks: tuple[int, ...], tokens: int, seed: int) -> KV:
+    """Random pre-RoPE KV, written into the cache as the engine would; returns it without rotation."""
+    assert half.cache is not None and half.rope is not None
+    generator = torch.Generator().manual_seed(seed)
+    kv = KV(*(torch.randn(LAYERS, HEADS, tokens, DIM, generator=generator) for _ in range(2)))
+    half.cache.write(blocks, 0, KV(half.rope.rotate(kv.keys, torch.arange(tokens)), kv.values))
+    return kv
+
+
+def _harvest(half: WorkerHalf, ref_id: int, blocks: tuple[int, ...], start: int, end: int) -> None:
+    job = HarvestJob(ref_id, blocks, start, end, name="text", source="a", scope="", dense=True)
+    half.save(StepMetadata(harvests=[job]))
+
+
+def test_an_example_pairs_the_truth_with_the_right_part_of_the_reference() -> None:
+    half = _worker()
+    source = _fill(half, (0, 1, 2), 40, seed=1)
+    _harvest(half, 1, (0, 1, 2), 0, 40)
+    truth = _fill(half, (3, 4), 25, seed=2)
+    seen: list[tuple[KV, KV]] = []
+    policy = half._policy("ridge")
+    policy.observe = lambda edge, reference, true: seen.append((reference, true))  # type: ignore[method-assign]
+    half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, 1, 10, (3, 4), 5, 20)]))
+    [(reference, true)] = seen
+    assert torch.allclose(reference.keys, source.keys[:, :, 10:30], atol=1e-5)
+    assert torch.equal(reference.values, source.values[:, :, 10:30])
+    assert torch.allclose(true.keys, truth.keys[:, :, 5:25], atol=1e-5)
+
+
+def test_a_load_rotates_a_part_to_where_it_belongs() -> None:
+    half = _worker()
+    source = _fill(half, (0, 1, 2), 40, seed=3)
+    _harvest(half, 7, (0, 1, 2), 0, 40)
+    span = LoadSpan(7, offset=12, start=21, end=33, edge=EDGE)
+    half.load(StepMetadata(loads=[LoadJob("r", (5, 6, 7), "aligned", (span,), (), (0,) * 12, 21, 33)]))
+    assert half.cache is not None and half.rope is not None
+    got = half.cache.read((5, 6, 7), 21, 33)
+    assert torch.allclose(got.keys, half.rope.rotate(source.keys[:, :, 12:24], torch.arange(21, 33)), atol=1e-4)
+    assert torch.equal(got.values, source.values[:, :, 12:24])
+    report = half.take_report()
+    assert report is not None
+    assert report.loads["r"].fault == ""
+    assert half.loaded_tokens == 12
+
+
+def test_unequal_keys_of_equal_tokens_switch_reuse_off() -> None:
+    """Invariant 3: random keys stand for a rotation that is not the configuration's."""
+    half = _worker()
+    half.verified = False
+    _fill(half, (0, 1), 24, seed=4)
+    job = HarvestJob(1, (0, 1), 0, 24, "text", "a", "", True, check_ids=(5,) * 24)
+    half.save(StepMetadata(harvests=[job]))
+    report = half.take_report()
+    assert report is not None
+    assert "self-check" in report.disabled
+    assert report.failed
+    assert len(half.store) == 0

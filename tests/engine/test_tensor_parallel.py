@@ -1,0 +1,67 @@
+"""Two tensor-parallel ranks take the same decision and give what one rank gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.wire import Mode
+from tests.engine.helpers import END, QUESTIONS, Client, system
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores"),
+]
+
+
+@pytest.fixture(scope="module")
+def parallel(tiny_model: Path) -> Iterator[Client]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0)
+    config = EngineConfig(model=str(tiny_model), max_model_len=1024, tensor_parallel_size=2, reuse=reuse)
+    engine = InProcessEngine(config)
+    yield Client(engine)
+    engine.close()
+    patch.undo()
+
+
+def test_both_ranks_load_repair_and_learn(parallel: Client) -> None:
+    for number in range(3):
+        question = parallel.encode(" ".join(QUESTIONS) + f" This is case {number}.")
+        first = parallel.prompt(system("planner"), ("user_question", question), END)
+        second = parallel.prompt(system("solver"), ("user_question", question), END)
+        session = f"tp-{number}"
+        parallel.ask(first, agent="p", session=session, tokens=4)
+        parallel.ask(second, agent="s", session=session, tokens=4, mode=Mode.OBSERVE)
+    reused = parallel.ask(
+        parallel.prompt(system("critic"), ("user_question", question), END), agent="c", session=session, tokens=4
+    )
+    assert reused.report.loaded > len(question) // 2
+    ranks = parallel.engine.call_workers("kvcomm_stats")
+    assert len(ranks) == 2
+    for field in ("references", "loaded_tokens", "repaired_tokens", "verified"):
+        assert ranks[0][field] == ranks[1][field]
+    assert ranks[0]["loaded_tokens"] == reused.report.loaded
+    assert ranks[0]["policies"] == ranks[1]["policies"] != {"ridge": 0}
+
+
+def test_repair_agrees_with_a_dense_run_on_every_rank(parallel: Client) -> None:
+    ids = list(parallel.encode(" ".join(QUESTIONS) * 2)[:260])
+    for difference in parallel.engine.call_workers("kvcomm_check_repair", ids, [[3, 9], [126, 131], [200, 230]]):
+        assert max(difference.values()) < 1e-5
+
+
+def test_loading_into_the_same_context_changes_nothing(parallel: Client) -> None:
+    question = parallel.encode(" ".join(QUESTIONS) + " Once more.")
+    prompt = parallel.prompt(system("writer"), ("user_question", question), END)
+    dense = parallel.ask(prompt, agent="w", session="same", tokens=16)
+    parallel.engine.reset_prefix_cache()
+    loaded = parallel.ask(prompt, agent="w", session="same", tokens=16)
+    assert loaded.report.loaded > 0
+    assert loaded.ids == dense.ids
