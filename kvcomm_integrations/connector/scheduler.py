@@ -281,7 +281,7 @@ class SchedulerHalf:
         return sum(self.index.withdraw_scope(scope) for scope in scopes if _names_session(scope, tenant, session))
 
     def reset(self) -> None:
-        """Forget all references (the user asked for it). Learned corrections stay: reload the engine if weights change."""
+        """Forget all references, as the user asked. Learned corrections stay; start anew if weights change."""
         self.index.clear()
 
     # ---- deciding --------------------------------------------------------------------------------------------------
