@@ -91,7 +91,7 @@ class EngineConfig(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     enforce_eager: bool = True
-    """Skip torch.compile: faster start, same results. Ignored (CUDA graphs are used) when set False."""
+    """Run the model without torch.compile and CUDA graphs, so that the engine starts sooner."""
     seed: int = 0
     reuse: ReuseConfig = Field(default_factory=ReuseConfig)
     tokenization: Tokenization = Tokenization.SEGMENTED

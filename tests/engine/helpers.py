@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
@@ -109,3 +111,12 @@ class Client:
 def system(agent: str) -> str:
     """The start of an agent's prompt, up to the user's content."""
     return f"<|im_start|>system\n{ROLES[agent]}<|im_end|>\n<|im_start|>user\n"
+
+
+def unrotated(keys: torch.Tensor, start: int, theta: float) -> torch.Tensor:
+    """Undo the rotary embedding by complex division, written independently of the package."""
+    half = keys.shape[-1] // 2
+    turns = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(start, start + keys.shape[-2], dtype=torch.float64)[:, None] * turns
+    plane = torch.complex(keys[..., :half].double(), keys[..., half:].double()) * torch.exp(-1j * angle)
+    return torch.cat([plane.real, plane.imag], -1).float()

@@ -39,12 +39,12 @@ class TestOnTheRealEngine(ChatModelIntegrationTests):
 
     @property
     def has_tool_calling(self) -> bool:
-        """Without a forced choice this model calls no tools: the suite's tool tests run on the fake engine."""
+        """The suite expects tools to be chosen well; that is tried on the fake engine, a forced call below."""
         return False
 
     @property
     def has_structured_output(self) -> bool:
-        """Schemas are followed, but 48 tokens of this model's text rarely end within them: see ``test_structured``."""
+        """The suite's schemas are tried on the fake engine, a schema that the model cannot leave below."""
         return False
 
     def test_structured(self, engine: InProcessEngine) -> None:

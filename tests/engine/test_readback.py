@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from tests.engine.helpers import QUESTIONS, Client
+from tests.engine.helpers import QUESTIONS, Client, unrotated
 
 pytestmark = pytest.mark.engine
 
@@ -41,15 +41,6 @@ def _harvested(engine: InProcessEngine, folder: Path, source: str) -> tuple[torc
     raise AssertionError(f"nothing was harvested from {source}")
 
 
-def _unrotated(keys: torch.Tensor, start: int, theta: float) -> torch.Tensor:
-    """Undo the rotary embedding by complex division, written independently of the package."""
-    half = keys.shape[-1] // 2
-    turns = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(start, start + keys.shape[-2], dtype=torch.float64)[:, None] * turns
-    plane = torch.complex(keys[..., :half].double(), keys[..., half:].double()) * torch.exp(-1j * angle)
-    return torch.cat([plane.real, plane.imag], -1).float()
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_harvest_equals_hugging_face(
     client: Client, engine: InProcessEngine, hf_model, tmp_path: Path, session: str, length: int
@@ -67,7 +58,7 @@ def test_harvest_equals_hugging_face(
         cache = hf_model(torch.tensor([prompt.token_ids]), use_cache=True).past_key_values
     theta = hf_model.config.rope_parameters["rope_theta"]
     for layer in range(len(keys)):
-        true_keys = _unrotated(cache.layers[layer].keys[0, :, start : start + length], start, theta)
+        true_keys = unrotated(cache.layers[layer].keys[0, :, start : start + length], start, theta)
         true_values = cache.layers[layer].values[0, :, start : start + length]
         for got, true in ((keys[layer], true_keys), (values[layer], true_values)):
             assert (got - true).abs().max() / true.abs().max() < 1e-4

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.wire import Mode
-from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system
+from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system, unrotated
 from tests.engine.test_repair_exact import check_repair
 
 pytestmark = pytest.mark.engine
@@ -55,15 +55,18 @@ def test_harvest_over_small_blocks_and_chunks_equals_hugging_face(
     for path in tmp_path.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             if file.metadata()["source"] == source and file.metadata()["name"] == "document":
-                found = file.get_tensor("values")
+                found = file.get_tensor("keys"), file.get_tensor("values")
     assert found is not None
     hf = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.inference_mode():
         cache = hf(torch.tensor([prompt.token_ids]), use_cache=True).past_key_values
     start = len(small.encode("Read: "))
-    for layer, values in enumerate(found):
-        true = cache.layers[layer].values[0, :, start : start + length]
-        assert (values - true).abs().max() / true.abs().max() < 1e-4
+    theta = hf.config.rope_parameters["rope_theta"]
+    for layer, (keys, values) in enumerate(zip(*found, strict=True)):
+        true_keys = unrotated(cache.layers[layer].keys[0, :, start : start + length], start, theta)
+        true_values = cache.layers[layer].values[0, :, start : start + length]
+        for got, true in ((keys, true_keys), (values, true_values)):
+            assert (got - true).abs().max() / true.abs().max() < 1e-4
 
 
 def test_reuse_with_chunked_prefill_reports_and_answers(small: Client) -> None:
