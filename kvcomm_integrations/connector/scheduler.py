@@ -1,4 +1,4 @@
-"""The scheduler half: decides, and holds no tensors.
+"""The scheduler half: the order of events. It holds no tensors.
 
 Order of events for one request: ``new`` → ``match`` (once or more, until admitted) → ``allocated`` → ``step`` (every
 step) → ``finished``. ``acknowledge`` brings the workers' answers. A plan only promises what every worker has
@@ -7,14 +7,13 @@ acknowledged.
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvcomm_integrations.config import Isolation, ReuseConfig
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.candidates import Planner
 from kvcomm_integrations.connector.compat import (
     KVCacheConfig,
     Request,
@@ -25,31 +24,20 @@ from kvcomm_integrations.connector.compat import (
     hash_block_size,
     unsupported_reason,
 )
+from kvcomm_integrations.connector.contents import Contents, content_scope, names_session
 from kvcomm_integrations.connector.edges import EdgeBook
-from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
+from kvcomm_integrations.connector.index import ReferenceIndex
 from kvcomm_integrations.connector.isolation import HashGuard
-from kvcomm_integrations.connector.metadata import (
-    AuditJob,
-    AuditVariant,
-    HarvestJob,
-    LoadJob,
-    LoadSpan,
-    ObserveJob,
-    StepMetadata,
-    WorkerReport,
-)
-from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan
-from kvcomm_integrations.connector.tracking import Lesson, Tracked
+from kvcomm_integrations.connector.jobs import Jobs
+from kvcomm_integrations.connector.metadata import AuditJob, HarvestJob, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.plan import Candidate, cover, make_plan
+from kvcomm_integrations.connector.promises import Promises
+from kvcomm_integrations.connector.tracking import Tracked, WorkersState
+from kvcomm_integrations.connector.waiting import hits_unwritten, may_wait, wants_promised
 from kvcomm_integrations.errors import WireError
-from kvcomm_integrations.ids import content_id
-from kvcomm_integrations.reuse.policies import policy_traits
-from kvcomm_integrations.reuse.policies.base import Edge
-from kvcomm_integrations.wire import WIRE_KEY, KVCommParams, Mode, Segment, SegmentKind
+from kvcomm_integrations.wire import WIRE_KEY, KVCommParams, Mode
 
 logger = logging.getLogger(__name__)
-
-PREFILL_WAIT_S = 60.0
-"""Longest wait for another request's prefill before a request goes ahead by itself, seconds."""
 
 
 class SchedulerHalf:
@@ -64,17 +52,20 @@ class SchedulerHalf:
     def __init__(self, vllm_config: VllmConfig, cache: KVCacheConfig, config: ReuseConfig) -> None:
         self.config = config
         self.block_size = int(cache.kv_cache_groups[0].kv_cache_spec.block_size) if cache.kv_cache_groups else 1
-        self.disabled = "" if config.enabled else "reuse is switched off"
+        disabled = "" if config.enabled else "reuse is switched off"
         refusal = unsupported_reason(vllm_config, cache)
         if refusal and config.enabled:
-            self.disabled = refusal
+            disabled = refusal
             logger.error("KV reuse is off: %s. Requests are served densely.", refusal)
-        self.verified = False
-        self.repair_refusal: str | None = "the workers have not reported yet" if config.repair else "it is switched off"
-        """Why there is no repair pass; ``None`` where it runs."""
+        no_repair = "the workers have not reported yet" if config.repair else "it is switched off"
+        self.workers = WorkersState(disabled, no_repair)
         ranks = vllm_config.parallel_config.world_size
         self.index = ReferenceIndex(config.store_bytes, cache_bytes_per_token(cache), ranks)
         self.edges = EdgeBook(config)
+        self.contents = Contents(config, self.index)
+        self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
+        self.promises = Promises(self.index, self.contents, self.planner)
+        self.jobs = Jobs(config, self.index, self.contents, self.workers)
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._tracked: dict[str, Tracked] = {}
         self._others: dict[str, Request] = {}
@@ -85,7 +76,6 @@ class SchedulerHalf:
         """Requests whose blocks are kept until the workers have done these jobs."""
         self._repairing = 0
         """Tokens this step's repair pass holds already."""
-        self._random = random.Random(0)
         self.block_ids: Callable[[str], tuple[int, ...]] = lambda req_id: ()
         """The block table of a live request; set once vLLM's cache manager is known."""
 
@@ -103,7 +93,7 @@ class SchedulerHalf:
         if params is None:
             self._others[request.request_id] = request
             return
-        self._track(request, params, refusal=self._refusal(request, params))
+        self._track(request, params, refusal=self.planner.refusal(request, params))
 
     def match(self, request: Request, exact: int) -> int | None:
         """External tokens for a request about to be admitted, or ``None``: ask again next step.
@@ -138,27 +128,27 @@ class SchedulerHalf:
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
             return 0
-        if self._wants_promised(tracked, exact) and self._may_wait(tracked):
+        if wants_promised(self.contents, tracked, exact) and may_wait(tracked):
             return None
         if tracked.params.mode is Mode.OBSERVE:
-            tracked.audits = self._audits(tracked, exact, tracked.params.audit)
+            tracked.audits = self.planner.audits(tracked, exact, tracked.params.audit)
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
             return 0
-        tracked.candidates = self._candidates(tracked, tracked.policy)
-        plan = make_plan(tracked.prompt_tokens, exact, tracked.candidates, self._limits())
+        tracked.candidates = self.planner.candidates(tracked, tracked.policy)
+        plan = make_plan(tracked.prompt_tokens, exact, tracked.candidates, self.planner.limits())
         tracked.plan_ms = (time.perf_counter() - started) * 1e3
         if isinstance(plan, str):
             tracked.reason = plan
             return 0
         if tracked.dense_instead is None:
-            tracked.dense_instead = self._dense_instead(tracked, plan)
+            tracked.dense_instead = self.planner.dense_instead(tracked, plan)
         if tracked.dense_instead:
             tracked.reason = tracked.dense_instead
-            tracked.audits = self._audits(tracked, exact, (tracked.policy,))
+            tracked.audits = self.planner.audits(tracked, exact, (tracked.policy,))
             return 0
         if self._repairing and self._repairing + plan.repaired > self.config.max_repair_tokens:
             return None
-        if self._hits_unwritten(tracked.request, exact):
+        if hits_unwritten(tracked.request, exact, self._hash_block, self._live()):
             return None
         tracked.plan = plan
         if plan.first_approximate is not None:
@@ -182,8 +172,8 @@ class SchedulerHalf:
         tracked.blocks = tuple(blocks)
         if not tracked.admitted:
             tracked.admitted = True
-            self._promise_prompt(tracked)
-            self._prepare_observes(tracked)
+            self.promises.promise_prompt(tracked)
+            self.promises.prepare_observes(tracked)
 
     # ---- every step ------------------------------------------------------------------------------------------------
 
@@ -193,7 +183,7 @@ class SchedulerHalf:
         unadmitted: list[Tracked] = []
         for tracked in self._planned:
             if tracked.admitted and tracked.plan is not None:
-                meta.loads.append(self._load_job(tracked, tracked.plan))
+                meta.loads.append(self.jobs.load(tracked, tracked.plan))
             elif tracked.plan is not None:
                 unadmitted.append(tracked)
         for tracked in unadmitted:
@@ -202,9 +192,9 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._notice_preemption(tracked)
             if tracked.prompt_done and tracked.harvests:
-                meta.harvests.extend(self._harvest_jobs(tracked, self.block_ids(tracked.request.request_id)))
+                meta.harvests.extend(self.jobs.harvests(tracked, self.block_ids(tracked.request.request_id)))
             if tracked.prompt_done and tracked.observes and not tracked.audits:  # an audit comes before learning
-                meta.observes.extend(self._observe_jobs(tracked, self.block_ids(tracked.request.request_id)))
+                meta.observes.extend(self.jobs.observes(tracked, self.block_ids(tracked.request.request_id)))
         for req_id, tokens in output.num_scheduled_tokens.items():
             live = self._tracked.get(req_id)
             if live is not None and not live.prompt_done:
@@ -224,13 +214,13 @@ class SchedulerHalf:
 
     def acknowledge(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
-        if report.disabled and not self.disabled:
-            self.disabled = report.disabled
+        if report.disabled and not self.workers.disabled:
+            self.workers.disabled = report.disabled
             self.index.clear()
             logger.error("KV reuse is off: %s. Requests are served densely.", report.disabled)
-        self.verified = self.verified or report.verified
+        self.workers.verified = self.workers.verified or report.verified
         if report.repair_known and self.config.repair:
-            self.repair_refusal = report.repair_refusal
+            self.workers.repair_refusal = report.repair_refusal
         if report.repair_known and report.repair_refusal:
             logger.warning("The repair pass is off: %s. Plans stop at the first unknown token.", report.repair_refusal)
         for ref_id, reason in report.failed.items():
@@ -266,11 +256,11 @@ class SchedulerHalf:
         if tracked in self._planned:
             self._planned.remove(tracked)
         done = tracked.prompt_done and self._completed(tracked)
-        harvests = self._harvest_jobs(tracked, tuple(blocks)) if done else []
-        self._break_promises(tracked)
-        harvests += self._response_harvest(tracked, tuple(blocks)) if done else []
-        observes = self._observe_jobs(tracked, tuple(blocks)) if done else []
-        audits = self._audit_jobs(tracked, tuple(blocks)) if done else []
+        harvests = self.jobs.harvests(tracked, tuple(blocks)) if done else []
+        self.promises.break_promises(tracked)
+        harvests += self.jobs.answer(tracked, tuple(blocks)) if done else []
+        observes = self.jobs.observes(tracked, tuple(blocks)) if done else []
+        audits = self.jobs.audits(tracked, tuple(blocks)) if done else []
         if harvests or observes or audits:
             self._finished.append((request.request_id, harvests, observes, audits))
         return bool(harvests or observes or audits), {WIRE_KEY: tracked.report().model_dump(mode="json")}
@@ -278,385 +268,26 @@ class SchedulerHalf:
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
         scopes = {entry.key.scope for entry in self.index.entries()}
-        return sum(self.index.withdraw_scope(scope) for scope in scopes if _names_session(scope, tenant, session))
+        return sum(self.index.withdraw_scope(scope) for scope in scopes if names_session(scope, tenant, session))
 
     def reset(self) -> None:
         """Forget all references, as the user asked. Learned corrections stay; start anew if weights change."""
         self.index.clear()
 
-    # ---- deciding --------------------------------------------------------------------------------------------------
-
-    def _refusal(self, request: Request, params: KVCommParams) -> str:
-        if self.disabled:
-            return self.disabled
-        if request.lora_request is not None:
-            return "LoRA requests are served densely"
-        if request.mm_features or request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return "multimodal and embedding prompts are served densely"
-        if request.resumable:
-            return "streaming-input requests are served densely"
-        if request.skip_reading_prefix_cache:
-            return "the request asked to skip cached KV (prompt logprobs do)"
-        for policy in (params.policy, *params.audit):
-            if policy is not None and policy_traits(policy) is None:
-                return f"policy {policy!r} does not exist"
-        traits = policy_traits(params.policy or self.config.policy)
-        if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
-            return "this policy needs a dense run to choose what it recomputes; it can only be audited"
-        return ""
+    # ---- bookkeeping -----------------------------------------------------------------------------------------------
 
     def _track(self, request: Request, params: KVCommParams, refusal: str) -> None:
-        scope = _scope(request.cache_salt or "", params.tenant, params.session)
-        if self.config.isolation is Isolation.TENANT:
-            scope = _scope(request.cache_salt or "", params.tenant)
-        elif self.config.isolation is Isolation.GLOBAL:
-            scope = ""
+        scope = content_scope(request, params, self.config.isolation)
+        policy = params.policy or self.config.policy
         guard = HashGuard(request, self._hash_block)
-        self._tracked[request.request_id] = Tracked(
-            request, params, scope, params.policy or self.config.policy, guard, refusal
-        )
+        self._tracked[request.request_id] = Tracked(request, params, scope, policy, guard, refusal)
 
-    def _key(self, tracked: Tracked, segment: Segment) -> ContentKey:
-        return ContentKey(tracked.scope, content_id(self._ids(tracked, segment)))
-
-    def _ids(self, tracked: Tracked, segment: Segment) -> list[int]:
-        return (tracked.request.prompt_token_ids or [])[segment.start : segment.end]
-
-    def _beginning(self, tracked: Tracked) -> Segment | None:
-        if not tracked.params.segments:
-            return None
-        first = tracked.params.segments[0]
-        if first.start > 0:
-            first = Segment(kind=SegmentKind.FIXED, start=0, end=first.start)
-        long_enough = first.end >= self.config.min_segment_tokens
-        alone = first.end >= tracked.prompt_tokens
-        return first if first.kind is SegmentKind.FIXED and long_enough and not alone else None
-
-    def _beginning_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
-        scope = "" if self.config.isolation is Isolation.GLOBAL else self._tenant_scope(tracked)
-        return ContentKey(f"beginning|{scope}", content_id(self._ids(tracked, segment)))
-
-    @staticmethod
-    def _tenant_scope(tracked: Tracked) -> str:
-        return _scope(tracked.request.cache_salt or "", tracked.params.tenant)
-
-    def _find(self, tracked: Tracked, segment: Segment) -> tuple[Entry | None, int]:
-        """The entry that holds a segment's content, ready or promised, and the content's first token in it."""
-        ids = self._ids(tracked, segment)
-        entry = self.index.lookup(ContentKey(tracked.scope, content_id(ids)))
-        if entry is not None:
-            return entry, 0
-        return self.index.find_part(tracked.scope, ids) or (None, 0)
-
-    def _edge(self, tracked: Tracked, entry: Entry, name: str) -> Edge:
-        """Corrections are shared within a tenant, whatever the isolation of contents."""
-        return Edge(entry.source, tracked.params.agent, name, self._tenant_scope(tracked))
-
-    def _placeholders(self, tracked: Tracked) -> Iterable[Segment]:
-        for segment in tracked.params.segments:
-            long_enough = segment.end - segment.start >= self.config.min_segment_tokens
-            if segment.kind is SegmentKind.PLACEHOLDER and long_enough:
-                yield segment
-
-    def _wants_promised(self, tracked: Tracked, exact: int) -> bool:
-        """Another request is computing a content that this one could load."""
-        return any(
-            entry is not None and entry.state is EntryState.PROMISED and segment.end > exact
-            for segment in self._placeholders(tracked)
-            for entry, _ in (self._find(tracked, segment),)
-        )
-
-    def _may_wait(self, tracked: Tracked) -> bool:
-        now = time.monotonic()
-        tracked.first_wait = tracked.first_wait or now
-        return now - tracked.first_wait < PREFILL_WAIT_S
-
-    def _hits_unwritten(self, request: Request, exact: int) -> bool:
-        """The exact hit ends in a block that another request is about to write in this very step.
-
-        vLLM files blocks before they are computed; its own forward copes, but the repair pass runs before it.
-        """
-        last = exact // self._hash_block - 1
-        if last < 0:
-            return False
-        wanted = request.block_hashes[last]
-        others = [t.request for t in self._tracked.values()] + list(self._others.values())
-        return any(
-            other is not request
-            and other.status == RequestStatus.RUNNING
-            and other.num_computed_tokens < exact
-            and last < len(other.block_hashes)
-            and other.block_hashes[last] == wanted
-            for other in others
-        )
-
-    def _candidates(self, tracked: Tracked, policy: str) -> list[Candidate]:
-        return [self._candidate(tracked, s, policy) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
-
-    def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
-        if segment.kind is SegmentKind.FIXED:
-            return self._fixed_candidate(tracked, segment, policy)
-        tokens = segment.end - segment.start
-        if tokens < self.config.min_segment_tokens:
-            return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
-        entry, offset = self._find(tracked, segment)
-        if entry is None or entry.state is not EntryState.READY:
-            return Candidate(segment, reason="not seen before")
-        if not self.verified:
-            return Candidate(segment, reason="the rotation self-check has not run yet")
-        edge = self._edge(tracked, entry, segment.name)
-        traits = policy_traits(policy)
-        # A policy that learns nothing repairs as deep as the engine's own would.
-        judge = policy if traits is not None and traits.learns else self.config.policy
-        decision = self.edges.decide(judge, edge, entry, tokens)
-        examples = self.edges.examples(policy, edge)
-        if not decision.load:
-            return Candidate(segment, reason=decision.reason, examples=examples)
-        depth = decision.repair_depth if traits is not None and traits.repairs else 0
-        leverage = entry.leverage.get((policy, edge))
-        confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
-        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
-
-    def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
-        """Template text: copied exactly at the prompt's beginning; elsewhere repaired, or loaded if nothing repairs."""
-        if segment == self._beginning(tracked):
-            entry, reason = self.index.lookup(self._beginning_key(tracked, segment)), "exact copy"
-        elif self._loads_fixed(policy):
-            entry, reason = self.index.lookup(self._fixed_key(tracked, segment)), "mean of earlier runs"
-        else:
-            return Candidate(segment)
-        if entry is None or entry.state is not EntryState.READY:
-            return Candidate(segment)
-        return Candidate(segment, entry, reason=reason)
-
-    def _loads_fixed(self, policy: str) -> bool:
-        """Without the repair pass, template text is loaded from the agent's own earlier runs."""
-        traits = policy_traits(policy)
-        return self.repair_refusal is not None or (traits is not None and not traits.repairs)
-
-    def _fixed_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
-        scope = _scope(tracked.request.cache_salt or "", tracked.params.tenant, tracked.params.agent)
-        return ContentKey(f"fixed|{scope}", content_id(self._ids(tracked, segment)))
-
-    def _later_fixed(self, tracked: Tracked) -> list[tuple[Segment, str]]:
-        """Template text after the beginning, with names that make its edges: by order in the prompt."""
-        first = self._beginning(tracked)
-        covered = cover(tracked.params.segments, tracked.prompt_tokens)
-        fixed = [s for s in covered if s.kind is SegmentKind.FIXED and s != first]
-        return [(segment, f"fixed:{number}") for number, segment in enumerate(fixed)]
-
-    def _dense_instead(self, tracked: Tracked, plan: Plan) -> str:
-        """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
-        traits = policy_traits(tracked.policy)
-        if plan.first_approximate is None:
-            return ""
-        if self._random.random() < self.config.audit_rate:
-            return "audit"
-        if traits is None or not traits.learns:
-            return ""
-        examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
-        if min(examples) < self.config.mature_examples and self._random.random() < self.config.learn_rate:
-            return "learning"
-        return ""
-
-    def _audits(self, tracked: Tracked, exact: int, policies: Iterable[str]) -> list[tuple[str, Plan, list[Candidate]]]:
-        """The plan of each policy for a prompt that is computed densely, to be compared with it afterwards."""
-        audits: list[tuple[str, Plan, list[Candidate]]] = []
-        if self.repair_refusal is not None:
-            return audits
-        for policy in policies:
-            candidates = self._candidates(tracked, policy)
-            plan = make_plan(tracked.prompt_tokens, exact, candidates, self._limits())
-            if isinstance(plan, Plan) and plan.first_approximate is not None:
-                audits.append((policy, plan, candidates))
-        return audits
-
-    def _limits(self) -> Limits:
-        return Limits(self.repair_refusal is None, self.config.max_repair_share, self.config.max_repair_tokens)
-
-    # ---- promises and jobs -----------------------------------------------------------------------------------------
-
-    def _promise_prompt(self, tracked: Tracked) -> None:
-        if tracked.refusal or tracked.params.mode is Mode.DENSE:
-            return
-        self._promise_beginning(tracked)
-        for segment in self._placeholders(tracked):
-            if self._find(tracked, segment)[0] is not None:
-                continue
-            entry = self.index.promise(
-                self._key(tracked, segment),
-                segment.end - segment.start,
-                name=segment.name,
-                source=tracked.params.agent,
-                dense=not tracked.guard.active,
-                owner=tracked.request.request_id,
-            )
-            if entry is not None:
-                tracked.harvests.append((entry, segment.start, segment.end))
-        if any(self._loads_fixed(policy) for policy in (tracked.policy, *tracked.params.audit)):
-            self._promise_fixed(tracked)
-
-    def _promise_fixed(self, tracked: Tracked) -> None:
-        for segment, name in self._later_fixed(tracked):
-            entry = self.index.promise(
-                self._fixed_key(tracked, segment),
-                segment.end - segment.start,
-                name=name,
-                source=tracked.params.agent,
-                dense=not tracked.guard.active,
-                owner=tracked.request.request_id,
-            )
-            if entry is not None:
-                tracked.harvests.append((entry, segment.start, segment.end))
-
-    def _promise_beginning(self, tracked: Tracked) -> None:
-        """The fixed text before the first placeholder is the same in every prompt of an agent, position for position.
-
-        The exact prefix cache keeps whole blocks only; this keeps the rest too.
-        """
-        segment = self._beginning(tracked)
-        if segment is None:
-            return
-        entry = self.index.promise(
-            self._beginning_key(tracked, segment),
-            segment.end,
-            name="",
-            source=tracked.params.agent,
-            dense=True,
-            owner=tracked.request.request_id,
-            exact=True,
-        )
-        if entry is not None:
-            tracked.harvests.append((entry, 0, segment.end))
-
-    def _prepare_observes(self, tracked: Tracked) -> None:
-        if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
-            return
-        if not tracked.params.teach:
-            return
-        for policy in dict.fromkeys((tracked.policy, *tracked.params.audit)):
-            traits = policy_traits(policy)
-            if traits is None or not traits.learns:
-                continue
-            for segment in self._placeholders(tracked):
-                entry, offset = self._find(tracked, segment)
-                if entry is None or entry.state is not EntryState.READY:
-                    continue
-                edge = self._edge(tracked, entry, segment.name)
-                tokens = min(entry.tokens - offset, segment.end - segment.start)
-                tracked.observes.append(Lesson(policy, edge, entry.ref_id, offset, segment.start, tokens))
-            if self._loads_fixed(policy):
-                self._learn_fixed(tracked, policy)
-
-    def _learn_fixed(self, tracked: Tracked, policy: str) -> None:
-        for segment, name in self._later_fixed(tracked):
-            entry = self.index.lookup(self._fixed_key(tracked, segment))
-            if entry is not None and entry.state is EntryState.READY:
-                edge = self._edge(tracked, entry, name)
-                tracked.observes.append(Lesson(policy, edge, entry.ref_id, 0, segment.start, entry.tokens))
-
-    def _observe_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[ObserveJob]:
-        jobs = [
-            ObserveJob(lesson.policy, lesson.edge, lesson.ref_id, lesson.offset, blocks, lesson.start, lesson.tokens)
-            for lesson in tracked.observes
-            if self.index.by_id(lesson.ref_id) is not None
-        ]
-        tracked.observes = []
-        return jobs
-
-    def _load_spans(self, tracked: Tracked, plan: Plan, candidates: Sequence[Candidate]) -> tuple[LoadSpan, ...]:
-        spans = []
-        names = dict(self._later_fixed(tracked))
-        for span in plan.spans:
-            candidate = candidates[span.candidate]
-            assert candidate.entry is not None
-            name = candidate.segment.name or names.get(candidate.segment, "")
-            edge = self._edge(tracked, candidate.entry, name)
-            offset = candidate.offset + span.start - candidate.segment.start
-            spans.append(LoadSpan(candidate.entry.ref_id, offset, span.start, span.end, edge, span.exact))
-        return tuple(spans)
-
-    def _audit_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[AuditJob]:
-        if not tracked.audits:
-            return []
-        variants = tuple(
-            AuditVariant(policy, self._load_spans(tracked, plan, candidates), plan.gaps, plan.end)
-            for policy, plan, candidates in tracked.audits
-        )
-        # The last sampled token has no KV; an audit goes over positions whose blocks are certainly there.
-        answer = tuple(tracked.request.output_token_ids)[:-1][: tracked.params.audit_tokens]
-        ids = (*(tracked.request.prompt_token_ids or ()), *answer)
-        exact = tracked.audits[0][1].exact
-        return [AuditJob(tracked.request.request_id, blocks, ids, tracked.prompt_tokens, exact, variants)]
-
-    def _load_job(self, tracked: Tracked, plan: Plan) -> LoadJob:
-        ids = tracked.request.prompt_token_ids or []
-        return LoadJob(
-            tracked.request.request_id,
-            tracked.blocks,
-            tracked.policy,
-            self._load_spans(tracked, plan, tracked.candidates),
-            plan.gaps,
-            tuple(ids[plan.exact : plan.end]),
-            plan.exact,
-            plan.end,
-        )
-
-    def _harvest_jobs(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[HarvestJob]:
-        check = () if self.verified else tuple(tracked.request.prompt_token_ids or ())
-        jobs = [
-            HarvestJob(
-                entry.ref_id,
-                blocks,
-                start,
-                end,
-                entry.name,
-                entry.source,
-                entry.key.scope,
-                entry.dense,
-                entry.exact,
-                check,
-            )
-            for entry, start, end in tracked.harvests
-        ]
-        tracked.harvests = []
-        return jobs
-
-    def _response_harvest(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[HarvestJob]:
-        params, request = tracked.params, tracked.request
-        if tracked.refusal or params.mode is Mode.DENSE or not params.response_name:
-            return []
-        ids = list(request.output_token_ids)
-        ids = ids[:-1] if request.status == RequestStatus.FINISHED_STOPPED and ids else ids
-        covered = min(len(ids), request.num_output_tokens - 1)
-        if len(ids) < self.config.min_segment_tokens:
-            return []
-        key = ContentKey(tracked.scope, content_id(ids))
-        entry = self.index.promise(
-            key,
-            covered,
-            name=params.response_name,
-            source=params.agent,
-            dense=not tracked.guard.active,
-            owner="",
-            parts_of=ids[:covered],
-        )
-        if entry is None:
-            return []
-        start = tracked.prompt_tokens
-        return [
-            HarvestJob(
-                entry.ref_id, blocks, start, start + covered, entry.name, entry.source, entry.key.scope, entry.dense
-            )
-        ]
+    def _live(self) -> Iterable[Request]:
+        yield from (tracked.request for tracked in self._tracked.values())
+        yield from self._others.values()
 
     def _completed(self, tracked: Tracked) -> bool:
         return tracked.request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-    def _break_promises(self, tracked: Tracked) -> None:
-        for entry, _, _ in tracked.harvests:
-            self.index.withdraw(entry.ref_id)
-        tracked.harvests = []
 
     def _forget_plan(self, tracked: Tracked) -> None:
         """Undo a plan that vLLM has given no blocks for."""
@@ -670,18 +301,8 @@ class SchedulerHalf:
         if tracked.request.num_preemptions == tracked.preemptions:
             return
         tracked.preemptions = tracked.request.num_preemptions
-        self._break_promises(tracked)
+        self.promises.break_promises(tracked)
         tracked.plan, tracked.result = None, None
         tracked.observes, tracked.audits = [], []
         tracked.admitted = False
         tracked.prompt_done = False
-
-
-def _scope(*parts: str) -> str:
-    """One string for names that clients choose, such that different names never give the same string."""
-    return json.dumps(parts)
-
-
-def _names_session(scope: str, tenant: str, session: str) -> bool:
-    """Whether a scope is that of a session, whatever its salt. No other kind of scope begins with a bracket."""
-    return scope.startswith("[") and json.loads(scope)[1:] == [tenant, session]

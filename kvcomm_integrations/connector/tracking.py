@@ -1,4 +1,4 @@
-"""What the scheduler half remembers of one request while it lives. State only; decisions are in ``scheduler``."""
+"""What the scheduler half remembers of the workers, and of one request while it lives. State only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from kvcomm_integrations.connector.metadata import LoadResult
 from kvcomm_integrations.connector.plan import Candidate, Plan, describe
 from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
+
+
+@dataclass
+class WorkersState:
+    """What the workers have reported of themselves."""
+
+    disabled: str
+    """Why nothing is reused at all; empty if it is."""
+    repair_refusal: str | None
+    """Why there is no repair pass; ``None`` where it runs."""
+    verified: bool = False
+    """The rotation has been checked on real keys."""
 
 
 @dataclass(frozen=True)

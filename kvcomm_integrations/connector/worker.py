@@ -29,6 +29,7 @@ from kvcomm_integrations.connector.metadata import (
 )
 from kvcomm_integrations.connector.paged import PagedCache, probe_layout
 from kvcomm_integrations.connector.repair import Gap, repair
+from kvcomm_integrations.connector.selfcheck import check_rotation
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
 from kvcomm_integrations.reuse.policies import create_policy, policy_traits
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
@@ -36,9 +37,6 @@ from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
 
 logger = logging.getLogger(__name__)
-
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of re-rotated layer-0 keys, relative to their largest value, by cache dtype."""
 
 
 class WorkerHalf:
@@ -201,10 +199,14 @@ class WorkerHalf:
         if self.cache is None or self.disabled:
             self._report.failed[job.ref_id] = self.disabled or "no paged cache"
             return
-        if job.check_ids and not self.verified and (reason := self._self_check(job)):
-            self.disable(reason)
-            self._report.failed[job.ref_id] = reason
-            return
+        if job.check_ids and not self.verified:
+            assert self.rope is not None
+            verdict = check_rotation(self.cache, self.rope, job.blocks, job.check_ids)
+            if verdict:
+                self.disable(verdict)
+                self._report.failed[job.ref_id] = verdict
+                return
+            self.verified = self._report.verified = verdict is not None
         read = self.cache.read if job.exact else self._read_unrotated
         kv = read(job.blocks, job.start, job.end)
         reference = Reference(
@@ -250,33 +252,6 @@ class WorkerHalf:
         kv = self.cache.read(blocks, start, end)
         positions = torch.arange(start, end, device=self.cache.device)
         return KV(self.rope.unrotate(kv.keys, positions), kv.values)
-
-    def _self_check(self, job: HarvestJob) -> str:
-        """Invariant 3 on real keys: equal tokens have equal layer-0 keys once the rotation is undone.
-
-        Returns:
-            what is wrong; empty if nothing is, or if no token occurs twice.
-        """
-        assert self.cache is not None and self.rope is not None
-        seen: dict[int, list[int]] = {}
-        for position, token in enumerate(job.check_ids):
-            seen.setdefault(token, []).append(position)
-        pairs = [(places[0], places[-1]) for places in seen.values() if places[-1] - places[0] >= 2]
-        if not pairs:
-            return ""
-        keys = self.cache.read(job.blocks, 0, len(job.check_ids), slice(0, 1)).keys
-        plain = self.rope.unrotate(keys, torch.arange(len(job.check_ids), device=self.cache.device)).float()
-        first = plain[:, :, [a for a, _ in pairs]]
-        second = plain[:, :, [b for _, b in pairs]]
-        worst = float((first - second).abs().max() / plain.abs().max().clamp_min(1e-12))
-        if worst > SELF_CHECK_TOLERANCE.get(self.cache.dtype, 1e-1):
-            return (
-                f"the rotation self-check failed (relative difference {worst:.3g} between keys of equal tokens): "
-                "this model's rotary embedding is not the one its configuration names"
-            )
-        self.verified = True
-        self._report.verified = True
-        return ""
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 

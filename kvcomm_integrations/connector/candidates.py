@@ -1,0 +1,133 @@
+"""Deciding what one prompt may load: segments become candidates, candidates become a plan. Changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.compat import Request
+from kvcomm_integrations.connector.contents import Contents
+from kvcomm_integrations.connector.edges import EdgeBook
+from kvcomm_integrations.connector.index import EntryState, ReferenceIndex
+from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan
+from kvcomm_integrations.connector.tracking import Tracked, WorkersState
+from kvcomm_integrations.reuse.policies import policy_traits
+from kvcomm_integrations.wire import KVCommParams, Mode, Segment, SegmentKind
+
+
+class Planner:
+    """What may be loaded, and what the gate makes of it.
+
+    Args:
+        config: our settings.
+        index: references.
+        edges: what is known of each edge.
+        contents: keys of a request's segments.
+        workers: what the workers have reported of themselves.
+    """
+
+    def __init__(
+        self, config: ReuseConfig, index: ReferenceIndex, edges: EdgeBook, contents: Contents, workers: WorkersState
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.edges = edges
+        self.contents = contents
+        self.workers = workers
+        self._random = random.Random(0)
+
+    def refusal(self, request: Request, params: KVCommParams) -> str:
+        """Why a request runs densely whatever it holds; empty if it need not."""
+        if self.workers.disabled:
+            return self.workers.disabled
+        if request.lora_request is not None:
+            return "LoRA requests are served densely"
+        if request.mm_features or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return "multimodal and embedding prompts are served densely"
+        if request.resumable:
+            return "streaming-input requests are served densely"
+        if request.skip_reading_prefix_cache:
+            return "the request asked to skip cached KV (prompt logprobs do)"
+        for policy in (params.policy, *params.audit):
+            if policy is not None and policy_traits(policy) is None:
+                return f"policy {policy!r} does not exist"
+        traits = policy_traits(params.policy or self.config.policy)
+        if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
+            return "this policy needs a dense run to choose what it recomputes; it can only be audited"
+        return ""
+
+    def candidates(self, tracked: Tracked, policy: str) -> list[Candidate]:
+        """The segments of a prompt, covering it, with what may be loaded for each under a policy."""
+        return [self._candidate(tracked, s, policy) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
+
+    def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
+        if segment.kind is SegmentKind.FIXED:
+            return self._fixed_candidate(tracked, segment, policy)
+        tokens = segment.end - segment.start
+        if tokens < self.config.min_segment_tokens:
+            return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
+        entry, offset = self.contents.find(tracked, segment)
+        if entry is None or entry.state is not EntryState.READY:
+            return Candidate(segment, reason="not seen before")
+        if not self.workers.verified:
+            return Candidate(segment, reason="the rotation self-check has not run yet")
+        edge = self.contents.edge(tracked, entry, segment.name)
+        traits = policy_traits(policy)
+        # A policy that learns nothing repairs as deep as the engine's own would.
+        judge = policy if traits is not None and traits.learns else self.config.policy
+        decision = self.edges.decide(judge, edge, entry, tokens)
+        examples = self.edges.examples(policy, edge)
+        if not decision.load:
+            return Candidate(segment, reason=decision.reason, examples=examples)
+        depth = decision.repair_depth if traits is not None and traits.repairs else 0
+        leverage = entry.leverage.get((policy, edge))
+        confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
+        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
+
+    def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
+        """Template text: copied exactly at the prompt's beginning; elsewhere repaired, or loaded if nothing repairs."""
+        if segment == self.contents.beginning(tracked):
+            entry, reason = self.index.lookup(self.contents.beginning_key(tracked, segment)), "exact copy"
+        elif self.loads_fixed(policy):
+            entry, reason = self.index.lookup(self.contents.fixed_key(tracked, segment)), "mean of earlier runs"
+        else:
+            return Candidate(segment)
+        if entry is None or entry.state is not EntryState.READY:
+            return Candidate(segment)
+        return Candidate(segment, entry, reason=reason)
+
+    def loads_fixed(self, policy: str) -> bool:
+        """Without the repair pass, template text is loaded from the agent's own earlier runs."""
+        traits = policy_traits(policy)
+        return self.workers.repair_refusal is not None or (traits is not None and not traits.repairs)
+
+    def dense_instead(self, tracked: Tracked, plan: Plan) -> str:
+        """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
+        traits = policy_traits(tracked.policy)
+        if plan.first_approximate is None:
+            return ""
+        if self._random.random() < self.config.audit_rate:
+            return "audit"
+        if traits is None or not traits.learns:
+            return ""
+        examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
+        if min(examples) < self.config.mature_examples and self._random.random() < self.config.learn_rate:
+            return "learning"
+        return ""
+
+    def audits(self, tracked: Tracked, exact: int, policies: Iterable[str]) -> list[tuple[str, Plan, list[Candidate]]]:
+        """The plan of each policy for a prompt that is computed densely, to be compared with it afterwards."""
+        audits: list[tuple[str, Plan, list[Candidate]]] = []
+        if self.workers.repair_refusal is not None:
+            return audits
+        for policy in policies:
+            candidates = self.candidates(tracked, policy)
+            plan = make_plan(tracked.prompt_tokens, exact, candidates, self.limits())
+            if isinstance(plan, Plan) and plan.first_approximate is not None:
+                audits.append((policy, plan, candidates))
+        return audits
+
+    def limits(self) -> Limits:
+        """Bounds of the repair pass, as far as there is one."""
+        return Limits(self.workers.repair_refusal is None, self.config.max_repair_share, self.config.max_repair_tokens)

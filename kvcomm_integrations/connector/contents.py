@@ -1,0 +1,107 @@
+"""Which contents a request holds, and the keys under which others may find them: every key names tenant and session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from kvcomm_integrations.config import Isolation, ReuseConfig
+from kvcomm_integrations.connector.compat import Request
+from kvcomm_integrations.connector.index import ContentKey, Entry, ReferenceIndex
+from kvcomm_integrations.connector.plan import cover
+from kvcomm_integrations.connector.tracking import Tracked
+from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
+
+
+def joined(*parts: str) -> str:
+    """One string for names that clients choose, such that different names never give the same string."""
+    return json.dumps(parts)
+
+
+def content_scope(request: Request, params: KVCommParams, isolation: Isolation) -> str:
+    """Who may load the contents of a request."""
+    if isolation is Isolation.GLOBAL:
+        return ""
+    if isolation is Isolation.TENANT:
+        return joined(request.cache_salt or "", params.tenant)
+    return joined(request.cache_salt or "", params.tenant, params.session)
+
+
+def names_session(scope: str, tenant: str, session: str) -> bool:
+    """Whether a scope is that of a session, whatever its salt. No other kind of scope begins with a bracket."""
+    return scope.startswith("[") and json.loads(scope)[1:] == [tenant, session]
+
+
+class Contents:
+    """Segments of a request with their keys, entries and edges.
+
+    Args:
+        config: isolation, and the shortest content that is shared.
+        index: references that are held or promised.
+    """
+
+    def __init__(self, config: ReuseConfig, index: ReferenceIndex) -> None:
+        self.config = config
+        self.index = index
+
+    def ids(self, tracked: Tracked, segment: Segment) -> list[int]:
+        """Token ids of a segment."""
+        return (tracked.request.prompt_token_ids or [])[segment.start : segment.end]
+
+    def key(self, tracked: Tracked, segment: Segment) -> ContentKey:
+        """Under which key others may find a segment."""
+        return ContentKey(tracked.scope, content_id(self.ids(tracked, segment)))
+
+    def placeholders(self, tracked: Tracked) -> Iterable[Segment]:
+        """Placeholders that are long enough to be shared."""
+        for segment in tracked.params.segments:
+            long_enough = segment.end - segment.start >= self.config.min_segment_tokens
+            if segment.kind is SegmentKind.PLACEHOLDER and long_enough:
+                yield segment
+
+    def beginning(self, tracked: Tracked) -> Segment | None:
+        """The fixed text at the very beginning, if it is long enough and not the whole prompt."""
+        if not tracked.params.segments:
+            return None
+        first = tracked.params.segments[0]
+        if first.start > 0:
+            first = Segment(kind=SegmentKind.FIXED, start=0, end=first.start)
+        long_enough = first.end >= self.config.min_segment_tokens
+        alone = first.end >= tracked.prompt_tokens
+        return first if first.kind is SegmentKind.FIXED and long_enough and not alone else None
+
+    def beginning_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
+        """Key of an exact beginning, which tenants share among their sessions."""
+        scope = "" if self.config.isolation is Isolation.GLOBAL else self.tenant_scope(tracked)
+        return ContentKey(f"beginning|{scope}", content_id(self.ids(tracked, segment)))
+
+    def fixed_key(self, tracked: Tracked, segment: Segment) -> ContentKey:
+        """Key of template text, which belongs to one agent of a tenant."""
+        scope = joined(tracked.request.cache_salt or "", tracked.params.tenant, tracked.params.agent)
+        return ContentKey(f"fixed|{scope}", content_id(self.ids(tracked, segment)))
+
+    def later_fixed(self, tracked: Tracked) -> list[tuple[Segment, str]]:
+        """Template text after the beginning, with names that make its edges: by order in the prompt."""
+        first = self.beginning(tracked)
+        covered = cover(tracked.params.segments, tracked.prompt_tokens)
+        fixed = [s for s in covered if s.kind is SegmentKind.FIXED and s != first]
+        return [(segment, f"fixed:{number}") for number, segment in enumerate(fixed)]
+
+    def find(self, tracked: Tracked, segment: Segment) -> tuple[Entry | None, int]:
+        """The entry that holds a segment's content, ready or promised, and the content's first token in it."""
+        ids = self.ids(tracked, segment)
+        entry = self.index.lookup(ContentKey(tracked.scope, content_id(ids)))
+        if entry is not None:
+            return entry, 0
+        return self.index.find_part(tracked.scope, ids) or (None, 0)
+
+    def edge(self, tracked: Tracked, entry: Entry, name: str) -> Edge:
+        """Corrections are shared within a tenant, whatever the isolation of contents."""
+        return Edge(entry.source, tracked.params.agent, name, self.tenant_scope(tracked))
+
+    @staticmethod
+    def tenant_scope(tracked: Tracked) -> str:
+        """Who shares exact beginnings and learned corrections."""
+        return joined(tracked.request.cache_salt or "", tracked.params.tenant)

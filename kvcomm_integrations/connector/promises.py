@@ -1,0 +1,112 @@
+"""Promising references before they are computed, and noting what can be learned from a dense prompt."""
+
+from __future__ import annotations
+
+from kvcomm_integrations.connector.candidates import Planner
+from kvcomm_integrations.connector.contents import Contents
+from kvcomm_integrations.connector.index import EntryState, ReferenceIndex
+from kvcomm_integrations.connector.tracking import Lesson, Tracked
+from kvcomm_integrations.reuse.policies import policy_traits
+from kvcomm_integrations.wire import Mode
+
+
+class Promises:
+    """References that live requests are computing, announced so that nobody computes them twice.
+
+    Args:
+        index: references.
+        contents: keys of a request's segments.
+        planner: says which template text is worth keeping.
+    """
+
+    def __init__(self, index: ReferenceIndex, contents: Contents, planner: Planner) -> None:
+        self.index = index
+        self.contents = contents
+        self.planner = planner
+
+    def promise_prompt(self, tracked: Tracked) -> None:
+        """Announce the contents of an admitted prompt that nobody holds yet."""
+        if tracked.refusal or tracked.params.mode is Mode.DENSE:
+            return
+        self._promise_beginning(tracked)
+        for segment in self.contents.placeholders(tracked):
+            if self.contents.find(tracked, segment)[0] is not None:
+                continue
+            entry = self.index.promise(
+                self.contents.key(tracked, segment),
+                segment.end - segment.start,
+                name=segment.name,
+                source=tracked.params.agent,
+                dense=not tracked.guard.active,
+                owner=tracked.request.request_id,
+            )
+            if entry is not None:
+                tracked.harvests.append((entry, segment.start, segment.end))
+        if any(self.planner.loads_fixed(policy) for policy in (tracked.policy, *tracked.params.audit)):
+            self._promise_fixed(tracked)
+
+    def _promise_fixed(self, tracked: Tracked) -> None:
+        for segment, name in self.contents.later_fixed(tracked):
+            entry = self.index.promise(
+                self.contents.fixed_key(tracked, segment),
+                segment.end - segment.start,
+                name=name,
+                source=tracked.params.agent,
+                dense=not tracked.guard.active,
+                owner=tracked.request.request_id,
+            )
+            if entry is not None:
+                tracked.harvests.append((entry, segment.start, segment.end))
+
+    def _promise_beginning(self, tracked: Tracked) -> None:
+        """The fixed text before the first placeholder is the same in every prompt of an agent, position for position.
+
+        The exact prefix cache keeps whole blocks only; this keeps the rest too.
+        """
+        segment = self.contents.beginning(tracked)
+        if segment is None:
+            return
+        entry = self.index.promise(
+            self.contents.beginning_key(tracked, segment),
+            segment.end,
+            name="",
+            source=tracked.params.agent,
+            dense=True,
+            owner=tracked.request.request_id,
+            exact=True,
+        )
+        if entry is not None:
+            tracked.harvests.append((entry, 0, segment.end))
+
+    def prepare_observes(self, tracked: Tracked) -> None:
+        """Note what can be learned if the prompt is computed densely."""
+        if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
+            return
+        if not tracked.params.teach:
+            return
+        for policy in dict.fromkeys((tracked.policy, *tracked.params.audit)):
+            traits = policy_traits(policy)
+            if traits is None or not traits.learns:
+                continue
+            for segment in self.contents.placeholders(tracked):
+                entry, offset = self.contents.find(tracked, segment)
+                if entry is None or entry.state is not EntryState.READY:
+                    continue
+                edge = self.contents.edge(tracked, entry, segment.name)
+                tokens = min(entry.tokens - offset, segment.end - segment.start)
+                tracked.observes.append(Lesson(policy, edge, entry.ref_id, offset, segment.start, tokens))
+            if self.planner.loads_fixed(policy):
+                self._learn_fixed(tracked, policy)
+
+    def _learn_fixed(self, tracked: Tracked, policy: str) -> None:
+        for segment, name in self.contents.later_fixed(tracked):
+            entry = self.index.lookup(self.contents.fixed_key(tracked, segment))
+            if entry is not None and entry.state is EntryState.READY:
+                edge = self.contents.edge(tracked, entry, name)
+                tracked.observes.append(Lesson(policy, edge, entry.ref_id, 0, segment.start, entry.tokens))
+
+    def break_promises(self, tracked: Tracked) -> None:
+        """Withdraw what a request has promised and will not keep."""
+        for entry, _, _ in tracked.harvests:
+            self.index.withdraw(entry.ref_id)
+        tracked.harvests = []
