@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(subcommands)
     _add_model(subcommands)
     _add_bench(subcommands)
+    _add_state(subcommands)
     return parser
 
 
@@ -179,6 +180,31 @@ def _model(args: argparse.Namespace) -> int:
         raise DemoModelError(f"{folder} is damaged: delete it and run this command again")
     print(folder)
     return 0
+
+
+# --- kvcomm state ----------------------------------------------------------------------------------------------------
+
+
+def _add_state(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    state = subcommands.add_parser("state", help="files of learned corrections: what is in them, and merging them")
+    kinds = state.add_subparsers(title="actions", metavar="ACTION", required=True)
+    parser = kinds.add_parser("show", help="check files and print what they hold")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
+    parser.set_defaults(command=_state("show"))
+    parser = kinds.add_parser("merge", help="one file that knows what several replicas have learned")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files to merge; each example once")
+    parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    parser.set_defaults(command=_state("merge"))
+
+
+def _state(action: str) -> Command:
+    def run(args: argparse.Namespace) -> int:
+        command: Command = getattr(import_module("kvcomm_integrations.state.command"), action)
+        return command(args)
+
+    return run
 
 
 if __name__ == "__main__":

@@ -33,3 +33,7 @@ class EngineClosedError(EngineError):
 
 class WireError(KVCommError, ValueError):
     """``kv_transfer_params["kvcomm"]`` is not valid; such a request is served densely or refused."""
+
+
+class StateFileError(KVCommError, ValueError):
+    """A file of learned corrections is damaged, too large, or belongs to another model, policy, format or tenant."""
