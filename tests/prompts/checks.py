@@ -29,6 +29,13 @@ def check_text(built: BuiltPrompt, tokenizer: ChatTokenizer) -> None:
     assert tokenizer.decode(built.prompt.token_ids, skip_special=False) == built.prompt.text
 
 
+def check_labels(built: BuiltPrompt, tokenizer: ChatTokenizer) -> None:
+    """Every placeholder says exactly what the content it is labelled with says."""
+    for segment, content in zip(built.placeholders, built.contents, strict=True):
+        said = tokenizer.decode(built.prompt.token_ids[segment.start : segment.end], skip_special=False)
+        assert said in (content.text, content.core)
+
+
 def placeholder_ids(built: BuiltPrompt) -> dict[str, tuple[int, ...]]:
     """Token ids of each placeholder by name."""
     return {s.name: built.prompt.token_ids[s.start : s.end] for s in built.placeholders}

@@ -288,6 +288,242 @@ VICUNA = Template(
     "</s>",
 )
 
+SMOLLM2 = Template(
+    "smollm2",
+    """{% for m in messages %}
+{%- if loop.first and m.role != 'system' %}
+{{- '<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n' }}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+)
+
+YI = Template(
+    "yi",
+    """{%- if messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% set rest = messages[1:] %}
+{%- else %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}
+{%- if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n<|im_start|>assistant\n' }}
+{%- elif m.role == 'assistant' %}{{ m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}""",
+    ("<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+)
+
+_MISTRAL_TOOL_TOKENS = (
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+
+MISTRAL_TOOLS = Template(
+    "mistral with tools",
+    """{%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}
+{%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
+{%- set ns = namespace(turn=0, last=-1) %}
+{%- for m in rest %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('user and assistant must alternate') }}{% endif %}
+{%- set ns.turn = ns.turn + 1 %}
+{%- endif %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in rest %}
+{%- if m.role == 'user' %}
+{%- if loop.index0 == ns.last %}
+{%- if tools %}
+{{- '[AVAILABLE_TOOLS] [' }}{% for t in tools %}{{ t | tojson + (', ' if not loop.last else '') }}{% endfor %}
+{{- '][/AVAILABLE_TOOLS]' }}
+{%- endif %}{{ '[INST] ' + system + m.content + '[/INST]' }}
+{%- else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}
+{%- elif m.role == 'tool' %}
+{{- '[TOOL_RESULTS] {"content": ' + m.content | string + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in m.tool_calls %}
+{{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}
+{{- ', ' if not loop.last else '' }}
+{%- endfor %}{{ ']' + eos_token }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}
+{%- else %}{{ raise_exception('unknown role') }}{% endif %}
+{%- endfor %}""",
+    _MISTRAL_TOOL_TOKENS,
+    "<s>",
+    "</s>",
+)
+
+GEMMA3 = Template(
+    "gemma3",
+    """{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+{%- if messages[0].content is string %}{% set first = messages[0].content + '\n\n' %}
+{%- else %}{% set first = messages[0].content[0].text + '\n\n' %}{% endif %}{% set rest = messages[1:] %}
+{%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') }}
+{%- if m.content is string %}{{ m.content | trim }}
+{%- elif m.content is iterable %}
+{%- for part in m.content %}{{ '<start_of_image>' if part.type == 'image' else part.text | trim }}{% endfor %}
+{%- endif %}{{ '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}""",
+    ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>"),
+    "<bos>",
+    "<eos>",
+)
+
+PHI4 = Template(
+    "phi4",
+    """{% for m in messages %}
+{%- if m.role in ['system', 'user', 'assistant'] %}
+{{- '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}""",
+    ("<|im_start|>", "<|im_sep|>", "<|im_end|>", "<|endoftext|>"),
+)
+
+COMMAND_R = Template(
+    "command-r",
+    """{{- bos_token }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
+{%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
+{%- if system %}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + '<|END_OF_TURN_TOKEN|>' }}
+{%- endif %}
+{%- for m in rest %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set speaker = '<|USER_TOKEN|>' if m.role == 'user' else '<|CHATBOT_TOKEN|>' %}
+{{- '<|START_OF_TURN_TOKEN|>' + speaker + m.content.strip() + '<|END_OF_TURN_TOKEN|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}""",
+    (
+        "<BOS_TOKEN>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|SYSTEM_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+    ),
+    "<BOS_TOKEN>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+
+FALCON = Template(
+    "falcon",
+    """{%- if messages[0].role == 'system' %}
+{%- set system = messages[0].content.strip() %}{% set rest = messages[1:] %}
+{%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
+{%- for m in rest %}
+{%- set content = m.content.replace('\r\n', '\n').replace('\n\n', '\n').strip() %}
+{%- if loop.first and system %}{{ system + '\n\n' }}{% endif %}
+{%- if m.role == 'user' %}{{ 'User: ' + content }}
+{%- elif m.role == 'assistant' %}{{ '\n\nAssistant: ' + content + '\n\n' }}
+{%- else %}{{ '\n\n' + m.role | capitalize + ': ' + content + '\n\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}""",
+    ("<|endoftext|>",),
+    "<|endoftext|>",
+    "<|endoftext|>",
+)
+
+GRANITE = Template(
+    "granite",
+    """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
+{%- else %}
+{%- set system = "Knowledge cutoff: April 2024.\nToday's date: " + strftime_now('%B %d, %Y') + '.' %}
+{%- set rest = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}
+{%- if tools %}{{ '<|start_of_role|>tools<|end_of_role|>' + tools | tojson(indent=4) + '<|end_of_text|>\n' }}{% endif %}
+{%- for m in rest %}
+{%- if m.role == 'tool' %}
+{{- '<|start_of_role|>tool_response<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}
+{%- elif m.tool_calls %}
+{{- '<|start_of_role|>assistant<|end_of_role|><|tool_call|>' }}
+{{- m.tool_calls | map(attribute='function') | list | tojson + '<|end_of_text|>\n' }}
+{%- else %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}""",
+    ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+    "<|end_of_text|>",
+    "<|end_of_text|>",
+)
+
+OLMO = Template(
+    "olmo",
+    """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<|assistant|>\n' + m.content + (eos_token if not loop.last else '') + '\n' }}
+{%- else %}{{ '<|' + m.role + '|>\n' + m.content + '\n' }}{% endif %}
+{%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}
+{%- endfor %}""",
+    ("<|endoftext|>",),
+    "<|endoftext|>",
+    "<|endoftext|>",
+)
+
+DEEPSEEK_R1 = Template(
+    "deepseek-r1",
+    """{%- set ns = namespace(system='', after_tool=false) %}
+{%- for m in messages if m.role == 'system' %}{% set ns.system = ns.system + m.content %}{% endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.after_tool = false %}{{ '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' and m.tool_calls %}
+{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+{%- for call in m.tool_calls %}
+{{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\n```json\n' }}
+{{- call.function.arguments | tojson + '\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}{{ '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'assistant' %}
+{%- set content = m.content.split('</think>')[-1] if '</think>' in m.content else m.content %}
+{{- (content if ns.after_tool else '<｜Assistant｜>' + content) + '<｜end▁of▁sentence｜>' }}
+{%- set ns.after_tool = false %}
+{%- elif m.role == 'tool' %}
+{{- '<｜tool▁outputs▁begin｜>' if not ns.after_tool else '\n' }}
+{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}{% set ns.after_tool = true %}
+{%- endif %}
+{%- endfor %}
+{%- if ns.after_tool %}{{ '<｜tool▁outputs▁end｜>' }}{% endif %}
+{%- if add_generation_prompt and not ns.after_tool %}{{ '<｜Assistant｜><think>\n' }}{% endif %}""",
+    (
+        *DEEPSEEK.control,
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁outputs▁begin｜>",
+        "<｜tool▁outputs▁end｜>",
+    ),
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+)
+
+ALPACA = Template(
+    "alpaca",
+    """{%- for m in messages %}
+{%- if m.role == 'system' %}{{ m.content.rstrip() + '\n\n' }}
+{%- elif m.role == 'user' %}{{ '### Instruction:\n' + m.content.strip() + '\n\n' }}
+{%- elif m.role == 'tool' %}{{ '### Input:\n' + m.content.strip() + '\n\n' }}
+{%- else %}{{ '### Response:\n' + m.content.strip() + '\n\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}""",
+    ("<s>", "</s>"),
+    "<s>",
+    "</s>",
+)
+
 TEMPLATES = (
     CHATML,
     LLAMA2,
@@ -302,6 +538,17 @@ TEMPLATES = (
     HERMES,
     DEEPSEEK,
     VICUNA,
+    SMOLLM2,
+    YI,
+    MISTRAL_TOOLS,
+    GEMMA3,
+    PHI4,
+    COMMAND_R,
+    FALCON,
+    GRANITE,
+    OLMO,
+    DEEPSEEK_R1,
+    ALPACA,
 )
 
 _LOOP = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (CONTENT) + '<|im_end|>\n' }}{% endfor %}"

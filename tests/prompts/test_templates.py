@@ -12,12 +12,17 @@ from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts import ChatMessage, ChatTokenizer, ContentRegistry, PromptBuilder
 from kvcomm_integrations.prompts.messages import arrange, clean_text
 
-from .checks import check_cover, check_text, control_count
+from .checks import check_cover, check_labels, check_text, control_count
 from .conftest import reading
 from .conversations import ANSWER, CODE, CONVERSATIONS, QUESTION, RESULT, TOOLS
 from .templates import HOSTILE, TEMPLATES, Template
 
 BUILDS = [(t.name, c) for t in TEMPLATES for c in CONVERSATIONS]
+
+
+def test_enough_families_and_conversations() -> None:
+    assert len({t.name for t in TEMPLATES}) == len(TEMPLATES) >= 20
+    assert len(CONVERSATIONS) >= 10
 
 
 def expected(tokenizer: ChatTokenizer, messages: list[ChatMessage], tools: list | None) -> str | None:
@@ -51,6 +56,8 @@ def test_prompt_is_what_the_template_says(
         assert built.prompt.text == want
     check_cover(built)
     check_text(built, tokenizer)
+    if tokenization is Tokenization.SEGMENTED:
+        check_labels(built, tokenizer)
     again = builder.build(messages, session="s", agent="b", tools=tools)
     assert again.prompt.token_ids == built.prompt.token_ids
 
@@ -104,6 +111,7 @@ def test_hostile_template_costs_placeholders_never_the_prompt(
         assert built.prompt.text == want
     check_cover(built)
     check_text(built, other)
+    check_labels(built, other)
 
 
 def test_hostile_templates_do_cost_placeholders(tokenizer: ChatTokenizer) -> None:
@@ -167,6 +175,34 @@ def test_strict_templates_get_merged_messages(name: str, template_tokenizers: di
     assert {"user_question", "agent:solver:response", "agent:coder:response"} <= {c.name for c in built.contents}
     assert "You are the critic." in built.prompt.text
     check_text(built, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "command-r", "mistral with tools"])
+def test_strict_templates_keep_the_system_prompt_first(
+    name: str, template_tokenizers: dict[str, ChatTokenizer]
+) -> None:
+    builder = PromptBuilder(template_tokenizers[name], ContentRegistry())
+    text = builder.build(CONVERSATIONS["agents"], session="s", agent="critic").prompt.text
+    assert text.count("You are the critic.") == 1
+    assert text.index("You are the critic.") < text.index("Question: ")
+
+
+def test_a_changed_content_is_not_taken_for_the_original(template_tokenizers: dict[str, ChatTokenizer]) -> None:
+    """Falcon's format removes blank lines: such a content is located nowhere, and a plain one is."""
+    builder = PromptBuilder(template_tokenizers["falcon"], ContentRegistry())
+    built = builder.build([ChatMessage("user", f"{QUESTION}\n\n{ANSWER}")], session="s", agent="a")
+    assert f"{QUESTION}\n{ANSWER}" in built.prompt.text
+    assert not built.placeholders
+
+
+@pytest.mark.parametrize("name", ["granite", "deepseek-r1", "qwen3"])
+def test_tool_results_are_found_where_the_template_leaves_them_alone(
+    name: str, template_tokenizers: dict[str, ChatTokenizer]
+) -> None:
+    builder = PromptBuilder(template_tokenizers[name], ContentRegistry())
+    built = builder.build(CONVERSATIONS["tools"], session="s", agent="a", tools=TOOLS)
+    assert "tool:count_hens:result" in [c.name for c in built.contents]
+    assert "count_hens" in built.prompt.text
 
 
 def test_lenient_template_gets_messages_untouched(tokenizer: ChatTokenizer) -> None:
