@@ -87,6 +87,11 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
     parser = kinds.add_parser("fidelity", help="how far every policy is from dense, on the real engine")
     parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument(
+        "--hf",
+        action="store_true",
+        help="on Hugging Face transformers instead, with errors of keys and values by layer",
+    )
     parser.add_argument("--questions", type=Path, metavar="FILE", help='JSONL with {"question": ...}, such as GSM8K')
     parser.add_argument("--contents", choices=("problems", "documents"), default="problems", help="what agents share")
     parser.add_argument(
@@ -95,7 +100,11 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--agents", type=_at_least_one, default=4, metavar="N")
     parser.add_argument("--warmup", type=int, default=16, metavar="N", help="contents to learn from")
     parser.add_argument("--measure", type=_at_least_one, default=15, metavar="N", help="contents to measure on")
-    parser.add_argument("--policies", metavar="A,B", help="policies to compare (default: all)")
+    parser.add_argument(
+        "--policies",
+        metavar="A,B",
+        help="policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)",
+    )
     parser.add_argument("--max-tokens", type=_at_least_one, default=48, metavar="N", help="length of answers, tokens")
     parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="positions compared")
     parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")
@@ -117,11 +126,21 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _bench_fidelity(args: argparse.Namespace) -> int:
+    if args.hf:
+        args.model = args.model or _demo_model()
+        run_hf: Command = import_module("kvcomm_integrations.bench.hf_fidelity").run_hf_fidelity
+        return run_hf(args)
     from kvcomm_integrations.demo import prepare_environment
 
     args.model = args.model or prepare_environment()
     run: Command = import_module("kvcomm_integrations.bench.fidelity").run_fidelity
     return run(args)
+
+
+def _demo_model() -> str:
+    from kvcomm_integrations.demo_model import ensure_demo_model
+
+    return str(ensure_demo_model(progress=sys.stderr.isatty()))
 
 
 def _bench_planning(args: argparse.Namespace) -> int:
@@ -154,9 +173,7 @@ def _add_explain(subcommands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _explain(args: argparse.Namespace) -> int:
     if args.messages is not None and args.model is None:
-        from kvcomm_integrations.demo_model import ensure_demo_model
-
-        args.model = str(ensure_demo_model(progress=sys.stderr.isatty()))
+        args.model = _demo_model()
     run_explain: Command = import_module("kvcomm_integrations.report.explain").run_explain
     return run_explain(args)
 

@@ -69,6 +69,9 @@ class ReuseConfig(BaseModel):
     """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
     policy_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the policy's dataclass (rank, window, gamma, ...)."""
+    variants: tuple[str, ...] = ()
+    """Policies with other options that requests may name beside the plain ones, such as ``kvcmas:rank=4``. Each keeps
+    state of its own within ``state_bytes``, so requests cannot make up more of them."""
 
 
 class EngineConfig(BaseModel):

@@ -9,91 +9,44 @@ afterwards, with real reusing requests.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvcomm_integrations.bench.problems import generate_documents, generate_problems, load_questions
-from kvcomm_integrations.bench.prompting import AGENTS, Asker, Turn
+from kvcomm_integrations.bench.asking import Asker
+from kvcomm_integrations.bench.prompting import AGENTS, Turn
+from kvcomm_integrations.bench.scores import Score, as_config, chosen_contents, chosen_policies, save, show_scores
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.reuse.policies import POLICY_NAMES, policy_traits
 from kvcomm_integrations.wire import Mode
 
-DEFAULT_POLICIES = ("ridge", "kvcomm", "kvcmas", "aligned", "full_share", "cacheblend")
 CURVE = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17))
 """Ranges of examples per edge for the learning curve."""
-
-
-@dataclass
-class Score:
-    """Audits of one policy."""
-
-    kl_first: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    agreement: list[bool] = field(default_factory=list)
-    prefix: list[float] = field(default_factory=list)
-    loaded: list[float] = field(default_factory=list)
-    repaired: list[float] = field(default_factory=list)
-
-    def add(self, audit: dict[str, Any]) -> None:
-        """Take in one audit as the worker reports it."""
-        same = audit["agreement"]
-        self.kl_first.append(audit["kl"][0])
-        self.kl += audit["kl"]
-        self.agreement += same
-        self.prefix.append(next((i for i, s in enumerate(same) if not s), len(same)) / len(same))
-        self.loaded.append(audit["loaded"] / audit["prompt_tokens"])
-        self.repaired.append(audit["repaired"] / audit["prompt_tokens"])
-
-    def summary(self) -> dict[str, float]:
-        """Means over the audits; divergences in nats."""
-        if not self.kl_first:
-            return {"n": 0}
-        return {
-            "kl_first": mean(self.kl_first),
-            "kl_mean": mean(self.kl),
-            "agreement": mean(self.agreement),
-            "prefix_match": mean(self.prefix),
-            "reuse_rate_tokens": mean(self.loaded),
-            "repaired_share": mean(self.repaired),
-            "n": len(self.kl_first),
-        }
 
 
 def run_fidelity(args: argparse.Namespace) -> int:
     """Run the benchmark as the command line asks for it and print its tables; returns the exit status.
 
     Raises:
-        ConfigurationError: an unknown policy, or too few questions.
+        ConfigurationError: an unknown policy or option, or too few questions.
     """
-    policies = tuple(args.policies.split(",")) if args.policies else DEFAULT_POLICIES
-    for name in policies:
-        if name not in POLICY_NAMES:
-            raise ConfigurationError(f"policy {name!r} does not exist; choose from {', '.join(POLICY_NAMES)}")
-    taught = _contents(args.contents, args.questions, args.warmup, args.seed)
-    measured = _contents(
-        args.measure_contents or args.contents, args.questions, args.measure, args.seed + 1, args.warmup
+    policies = chosen_policies(args)
+    taught, measured = chosen_contents(args)
+    reuse = ReuseConfig(
+        audit_rate=0, learn_rate=0, max_repair_share=1.0, variants=tuple(p for p in policies if p not in POLICY_NAMES)
     )
-    reuse = ReuseConfig(audit_rate=0, learn_rate=0, max_repair_share=1.0)
     engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse))
     try:
         result = _measure(Asker(engine, args.max_tokens), policies, taught, measured, args)
     finally:
         engine.close()
     _show(result)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if args.plot is not None:
-        _plot(result, args.plot)
+    save(result, args)
     return 0
 
 
@@ -125,7 +78,9 @@ def _measure(
         stats = asker.engine.call_workers("kvcomm_stats")[0]
         for name in policies:
             result[name]["reuse_rate_calls"] = result[name]["n"] / calls if calls else 0.0
-            result[name]["state_bytes"] = stats["policies"].get(name, 0)
+            state, edges = stats["policies"].get(name, 0), stats["edges"].get(name, 0)
+            result[name]["state_bytes"] = state
+            result[name]["state_bytes_per_edge"] = state / edges if edges else 0.0
             progress.update(task, description=f"timing {name}")
             result[name]["ttft_ratio"] = _ttft_ratio(asker, name, measured, agents, len(taught), args.timed)
     return {
@@ -134,7 +89,7 @@ def _measure(
             name: [{"examples": low, **part.summary()} for (low, _), part in zip(CURVE, parts, strict=True)]
             for name, parts in curve.items()
         },
-        "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"},
+        "config": as_config(args),
     }
 
 
@@ -161,27 +116,11 @@ def _ttft_ratio(
     return median(times[Mode.DENSE]) / median(times[Mode.AUTO])
 
 
-def _contents(kind: str, file: Path | None, count: int, seed: int, skip: int = 0) -> list[str]:
-    if kind == "documents":
-        return generate_documents(count, seed, min_tokens=600, max_tokens=1000)
-    if file is None:
-        return [problem.question for problem in generate_problems(count, seed)]
-    questions = load_questions(file)
-    if len(questions) < skip + count:
-        raise ConfigurationError(f"{file} has {len(questions)} questions; {skip + count} are needed")
-    return questions[skip : skip + count]
-
-
 def _show(result: dict[str, Any]) -> None:
-    console = Console(width=150)
-    table = Table(title="Distance from dense (KL in nats, full vocabulary)")
+    console = Console(width=200)
     columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
-               "repaired_share", "state_bytes", "ttft_ratio", "n")  # fmt: skip
-    for column in ("policy", *columns):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for name, score in result["policies"].items():
-        table.add_row(name, *(_number(score.get(column)) for column in columns))
-    console.print(table)
+               "repaired_share", "state_bytes", "state_bytes_per_edge", "ttft_ratio", "n")  # fmt: skip
+    show_scores(result, columns, console)
     learning = Table(title="While learning: mean KL / agreement by examples per edge")
     learning.add_column("policy")
     for low, high in CURVE:
@@ -190,27 +129,3 @@ def _show(result: dict[str, Any]) -> None:
         cells = [f"{p['kl_mean']:.4f} / {p['agreement']:.3f}" if p["n"] else "-" for p in parts]
         learning.add_row(name, *cells)
     console.print(learning)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value == int(value) and value >= 2 else f"{value:.4f}"
-
-
-def _plot(result: dict[str, Any], path: Path) -> None:
-    """Mean KL against repaired share, one point per policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    for name, score in result["policies"].items():
-        if score["n"]:
-            axes.scatter(score["repaired_share"], score["kl_mean"])
-            axes.annotate(name, (score["repaired_share"], score["kl_mean"]))
-    axes.set_xlabel("share of prompt tokens repaired")
-    axes.set_ylabel("mean KL to dense over the answer's first tokens, nats")
-    axes.set_yscale("log")
-    figure.savefig(path, dpi=120)

@@ -52,6 +52,8 @@ class Planner:
         for policy in (params.policy, *params.audit):
             if policy is not None and policy_traits(policy) is None:
                 return f"policy {policy!r} does not exist"
+            if policy is not None and ":" in policy and policy not in (self.config.policy, *self.config.variants):
+                return f"policy {policy!r} is not among the variants this engine was configured with"
         traits = policy_traits(params.policy or self.config.policy)
         if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
             return "this policy needs a dense run to choose what it recomputes; it can only be audited"

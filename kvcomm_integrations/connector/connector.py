@@ -25,6 +25,7 @@ from kvcomm_integrations.connector.compat import (
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.scheduler import SchedulerHalf
 from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.reuse.policies import create_policy
 
 
 class KVCommConnector(KVConnectorBase_V1):
@@ -34,6 +35,9 @@ class KVCommConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
         config = ReuseConfig.model_validate(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        create_policy(config.policy, **config.policy_options)
+        for variant in config.variants:
+            create_policy(variant)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

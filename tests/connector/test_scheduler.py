@@ -361,3 +361,12 @@ def test_requests_of_other_kinds_are_served_densely(changes: dict[str, Any]) -> 
     assert engine.prefill(request).loads == []
     kept, out = engine.finish(request, [1])
     assert not kept and out["kvcomm"]["reason"]
+
+
+def test_only_configured_variants_of_policies_may_be_named() -> None:
+    """Each keeps state of its own on the workers: requests must not be able to make up more of them."""
+    engine = Engine(make_half(variants=("kvcmas:rank=4",)))
+    for policy, fine in (("kvcmas:rank=4", True), ("kvcmas", True), ("kvcmas:rank=5", False)):
+        for params in ({"policy": policy}, {"mode": "observe", "audit": [policy]}):
+            _, report = engine.run(ask(other(len(policy)), **params), [1])
+            assert ("variants" in report["reason"]) is not fine, report["reason"]

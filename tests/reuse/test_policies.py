@@ -43,6 +43,21 @@ def test_unknown_names_and_options_are_refused_with_the_valid_ones(policy):
         create_policy(policy.name, rnak=3)
 
 
+def test_a_name_may_carry_options():
+    policy = create_policy("kvcmas:rank=4:selective=true:gamma=0.5", max_anchors=7, rank=9)
+    assert (policy.rank, policy.selective, policy.gamma, policy.max_anchors) == (4, True, 0.5, 7)
+    assert policy_traits("kvcmas:rank=4") == policy_traits("kvcmas")
+    assert policy_traits("rigde:rank=4") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["kvcmas:rank", "kvcmas:", "kvcmas:rank=", "kvcmas:=3", "kvcmas:rank='4'", "kvcmas:rank=[4]"]
+)
+def test_options_that_cannot_be_read_are_refused(name):
+    with pytest.raises(ConfigurationError, match="NAME:OPTION=VALUE"):
+        create_policy(name)
+
+
 @pytest.mark.parametrize("examples", [0, 1, 4])
 def test_layer_0_is_never_touched(policy, examples):
     teach(policy, examples)

@@ -1,0 +1,118 @@
+"""The comparison on transformers: its repair pass is exact where the KV is, and no engine takes part."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcomm_integrations.bench.hf_bench import Bench, LayerErrors, joined
+from kvcomm_integrations.bench.hf_model import HFModel
+from kvcomm_integrations.bench.hf_plan import Memory, make_plan
+from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.references import Reference
+
+QUESTION = (
+    "A farmer has 14 hens. Each lays 5 eggs a week and he sells a dozen for 3 dollars. What does he earn in a year?"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> HFModel:
+    return HFModel(tiny_model)
+
+
+def test_gaps_computed_over_exact_kv_are_dense(model: HFModel) -> None:
+    ids = model.tokenizer.encode(QUESTION * 2, allow_special=False)
+    dense = model.answer(ids, 4)
+    end = len(ids) + 3
+    for gaps in ([(0, end)], [(5, 6)], [(3, 9), (20, 31), (end - 7, end)]):
+        kv = KV(*(side.clone() for side in dense.kv))
+        for start, stop in gaps:
+            kv.keys[:, :, start:stop] = kv.values[:, :, start:stop] = math.nan
+        logits = model.compute(kv, (*ids, *dense.tokens), [*gaps[:-1], (gaps[-1][0], end)], 4)
+        for mine, true in zip((*kv, logits), (*dense.kv, dense.logits), strict=True):
+            torch.testing.assert_close(mine, true, atol=2e-4, rtol=1e-3)
+
+
+def test_the_dense_answer_is_what_the_model_says_without_us(model: HFModel) -> None:
+    ids = model.tokenizer.encode(QUESTION, allow_special=False)
+    plain = model._model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(model.answer(ids, 1).logits[0], plain, atol=1e-4, rtol=1e-4)
+
+
+def test_references_of_the_very_context_give_the_dense_result(model: HFModel) -> None:
+    """Harvest, plan, correct, rotate, write and repair: with true references nothing is left to be wrong."""
+    bench = Bench(model, ["aligned"], 4, 4)
+    answer = Turn("planner", tuple(model.tokenizer.encode("He earns about 390 dollars.", allow_special=False)))
+    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [answer])
+    dense = model.answer(prompt.token_ids, 4)
+    bench._remember(prompt, "solver", dense)
+    bench._compare("aligned", prompt, "solver", dense)
+    score = bench.scores["aligned"].summary()
+    assert score["agreement"] == 1 and score["kl_mean"] < 1e-6
+    assert score["repaired_share"] > 0 and score["reuse_rate_tokens"] > 0
+    errors = bench.errors["aligned"].summary()
+    assert max(errors["key_error"] + errors["value_error"]) < 1e-4
+
+
+def test_the_plan_repairs_as_the_gate_says(model: HFModel) -> None:
+    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
+    (segment,) = prompt.segments
+    tokens = segment.end - segment.start
+    kv = torch.zeros(4, 4, tokens - 1, 32)
+    memory = Memory(shared={tuple(prompt.token_ids[segment.start : segment.end]): Reference(0, kv, kv, source="a")})
+    deep = make_plan(prompt, "solver", memory, create_policy("aligned"), ReuseConfig())
+    memory.examples[Edge("a", "solver", "user_question")] = 9
+    shallow = make_plan(prompt, "solver", memory, create_policy("aligned"), ReuseConfig())
+    unrepaired = make_plan(prompt, "solver", memory, create_policy("kvcomm"), ReuseConfig())
+    for plan, depth in ((deep, tokens // 2), (shallow, 8), (unrepaired, 0)):
+        assert plan is not None and plan.exact == segment.start
+        assert [(load.start, load.end) for load in plan.loads] == [(segment.start + depth, segment.end - 1)]
+        assert plan.end == segment.end - 1
+    assert make_plan(prompt, "solver", Memory(), create_policy("ridge"), ReuseConfig()) is None
+
+
+def test_errors_are_relative_and_explained_counts_from_layer_1() -> None:
+    truth = KV(torch.ones(2, 1, 3, 2), torch.full((2, 1, 3, 2), 2.0))
+    aligned = KV(truth.keys * 1.5, truth.values * 1.2)
+    estimate = KV(truth.keys * 1.25, truth.values)
+    errors = LayerErrors(2)
+    errors.add(estimate, aligned, truth)
+    found = errors.summary()
+    assert found["key_error"] == pytest.approx([0.25, 0.25]) and found["value_error"] == [0.0, 0.0]
+    assert found["explained_keys"] == pytest.approx(0.75) and found["explained_values"] == pytest.approx(1.0)
+
+
+def test_neighbouring_spans_are_joined() -> None:
+    assert joined([(4, 6), (0, 1), (1, 2), (6, 7)]) == [(0, 2), (4, 7)]
+
+
+def test_the_command_runs_without_an_engine(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from kvcomm_integrations.cli import main\n"
+        f"sys.exit(main(['bench', 'fidelity', '--hf', '--model', {str(tiny_model)!r}, '--agents', '3', '--warmup', '2',"
+        " '--measure', '1', '--max-tokens', '12', '--tokens', '4', '--json',"
+        f" {str(out)!r}, '--policies', 'ridge,kvcomm,kvcmas:rank=4,cacheblend,full_share,aligned']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    policies = json.loads(out.read_text())["policies"]
+    assert list(policies) == ["ridge", "kvcomm", "kvcmas:rank=4", "cacheblend", "full_share", "aligned"]
+    for name, score in policies.items():
+        assert score["n"] == 2 and score["kl_mean"] >= 0 and not math.isnan(score["kl_mean"])
+        assert len(score["key_error"]) == len(score["value_error"]) == 4
+        assert score["key_error"][0] < 1e-3 or name == "full_share"
+    assert policies["aligned"]["explained_values"] == pytest.approx(0)
+    assert policies["ridge"]["state_bytes_per_edge"] > 0
+    assert "Relative error" in done.stdout
