@@ -98,6 +98,10 @@ class EngineConfig(BaseModel):
     seed: int = 0
     reuse: ReuseConfig = Field(default_factory=ReuseConfig)
     tokenization: Tokenization = Tokenization.SEGMENTED
+    state_path: str | None = None
+    """File of learned corrections to start with, if it exists. One of another model or policy stops the start."""
+    save_state_on_close: bool = False
+    """Write what was learned to ``state_path`` when the engine is closed."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More ``AsyncEngineArgs`` fields, passed through."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -43,6 +44,7 @@ __all__ = [
     "current_connector",
     "hash_block_size",
     "logits_of",
+    "rank_heads",
     "rehash",
     "repair_refusal",
     "run_virtual_batch",
@@ -104,6 +106,13 @@ def cache_bytes_per_token(cache: KVCacheConfig) -> int:
         spec = group.kv_cache_spec
         total += len(group.layer_names) * spec.page_size_bytes // spec.block_size
     return total
+
+
+def rank_heads(config: VllmConfig) -> tuple[int, int]:
+    """First KV head of this worker and how many it has; ranks beyond the model's heads hold copies."""
+    ranks = config.parallel_config.tensor_parallel_size
+    heads = config.model_config.get_total_num_kv_heads()
+    return get_tensor_model_parallel_rank() * heads // ranks, max(1, heads // ranks)
 
 
 def block_hasher(request: Request) -> BlockHasher | None:

@@ -24,6 +24,7 @@ from kvcomm_integrations.connector.compat import (
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.scheduler import SchedulerHalf
+from kvcomm_integrations.connector.state_calls import StateCalls
 from kvcomm_integrations.connector.worker import WorkerHalf
 from kvcomm_integrations.reuse.policies import create_policy
 
@@ -44,6 +45,7 @@ class KVCommConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
         else:
             self._worker = WorkerHalf(vllm_config, config)
+        self._state_calls: StateCalls | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -61,6 +63,13 @@ class KVCommConnector(KVConnectorBase_V1):
         """The half in a worker process."""
         assert self._worker is not None, "this is the scheduler half"
         return self._worker
+
+    @property
+    def state_calls(self) -> StateCalls:
+        """Saving and loading of what this worker has learned."""
+        if self._state_calls is None:
+            self._state_calls = StateCalls(self._vllm_config, self.worker_half)
+        return self._state_calls
 
     # ---- scheduler half --------------------------------------------------------------------------------------------
 

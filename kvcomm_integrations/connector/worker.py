@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -222,14 +224,15 @@ class WorkerHalf:
         self.store.put(reference)
         self._report.stored[job.ref_id] = 1
         if not job.exact:
-            self._rate(job, reference)
+            for name in self.policies:
+                self._rate(name, reference)
 
-    def _rate(self, job: HarvestJob, reference: Reference) -> None:
+    def _rate(self, name: str, reference: Reference) -> None:
         """How new the content is to every edge it may travel: computed now, so that the gate only looks it up."""
-        for name, policy in self.policies.items():
-            for edge in policy.edges():
-                if edge.source == job.source and edge.name == job.name:
-                    self._note_leverage(name, policy, edge, reference)
+        policy = self.policies[name]
+        for edge in policy.edges():
+            if edge.source == reference.source and edge.name == reference.name:
+                self._note_leverage(name, policy, edge, reference)
 
     def _note_leverage(self, name: str, policy: Policy, edge: Edge, reference: Reference) -> None:
         readiness = policy.ready(edge, KV(reference.keys, reference.values))
@@ -242,10 +245,30 @@ class WorkerHalf:
             policy = self._policy(job.policy)
             truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
             part = slice(job.offset, job.offset + job.tokens)
+            before = policy.edges()
             policy.observe(job.edge, KV(reference.keys[:, :, part], reference.values[:, :, part]), truth)
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
+            self._note_forgotten(job.policy, before)
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning %s failed", job.edge)
+
+    def _note_forgotten(self, name: str, before: Iterable[Edge]) -> None:
+        """Report edges that a policy does not know any more (its budget is bounded) as having no examples."""
+        for edge in set(before).difference(self.policies[name].edges()):
+            self._report.examples[(name, edge)] = 0
+
+    @contextmanager
+    def relearning(self, name: str) -> Iterator[Policy]:
+        """A policy whose state is replaced inside the block; what it knows afterwards is reported in the next step."""
+        policy = self._policy(name)
+        before = policy.edges()
+        yield policy
+        self._note_forgotten(name, before)
+        for edge in policy.edges():
+            self._report.examples[(name, edge)] = policy.ready(edge).examples
+        for reference in map(self.store.get, self.store):
+            if not reference.rotated:
+                self._rate(name, reference)
 
     def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
         assert self.cache is not None and self.rope is not None

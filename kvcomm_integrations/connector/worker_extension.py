@@ -8,6 +8,7 @@ from typing import Any
 from kvcomm_integrations.connector.compat import current_connector
 from kvcomm_integrations.connector.connector import KVCommConnector
 from kvcomm_integrations.connector.diagnostics import repair_error
+from kvcomm_integrations.connector.state_calls import StateAnswer
 
 EXTENSION = f"{__name__}.KVCommWorkerExtension"
 """What to give vLLM as ``worker_extension_cls``."""
@@ -63,6 +64,28 @@ class KVCommWorkerExtension:
         for audit in taken:
             audit["edges"] = [list(edge) for edge in audit["edges"]]
         return taken
+
+    def kvcomm_save_state(self, path: str, tenant: str | None = None) -> StateAnswer:
+        """Write this rank's share of the learned corrections; see ``StateCalls.save``."""
+        return self._state("save", path, tenant)
+
+    def kvcomm_load_state(self, path: str, tenant: str | None = None) -> StateAnswer:
+        """Read and check this rank's share of a state file; nothing is changed yet. See ``StateCalls.load``."""
+        return self._state("load", path, tenant)
+
+    def kvcomm_apply_state(self, merge: bool = False) -> StateAnswer:
+        """Put what ``kvcomm_load_state`` has read into effect; see ``StateCalls.apply``."""
+        return self._state("apply", merge)
+
+    def kvcomm_clear_state(self, tenant: str | None = None) -> StateAnswer:
+        """Forget learned corrections; see ``StateCalls.clear``."""
+        return self._state("clear", tenant)
+
+    def _state(self, method: str, *args: Any) -> StateAnswer:
+        connector = current_connector()
+        if not isinstance(connector, KVCommConnector):
+            return StateAnswer(error="this worker has no kvcomm connector")
+        return connector.state_calls.call(method, *args)
 
     def kvcomm_save_references(self, folder: str) -> int:
         """Write every reference to ``folder`` as ``<rank>-<ref_id>.safetensors``; returns how many there are."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.state import StateSummary
+from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import KVCommParams, RequestReport
@@ -111,6 +114,35 @@ class Engine(ABC):
     @abstractmethod
     def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
         """``generate`` for callers without an event loop. Closing the iterator aborts."""
+
+    def save_state(self, path: str | Path, *, tenant: str | None = None) -> StateSummary:
+        """Write what the engine has learned to a file, for a warm start or to be merged with other replicas' files.
+
+        Args:
+            path: the file, on a file system that every worker sees; replaced at once or not at all.
+            tenant: save only this tenant's corrections; ``None``: every tenant's.
+
+        Raises:
+            StateFileError: it cannot be written, or this policy's state cannot be kept in a file.
+        """
+        raise EngineError(f"{type(self).__name__} learns nothing that could be saved")
+
+    def load_state(self, path: str | Path, *, tenant: str | None = None, merge: bool = False) -> StateSummary:
+        """Learn what a file holds. Takes effect for the second step after the call.
+
+        Args:
+            path: the file.
+            tenant: refuse a file that is not this tenant's alone.
+            merge: add to what is known instead of replacing it (examples that are in both count twice).
+
+        Raises:
+            StateFileError: it is damaged, too large, or of another model, policy or tenant; nothing was changed.
+        """
+        raise EngineError(f"{type(self).__name__} cannot take in what others have learned")
+
+    def clear_state(self, *, tenant: str | None = None) -> StateSummary:
+        """Forget all corrections, or one tenant's."""
+        raise EngineError(f"{type(self).__name__} learns nothing that could be forgotten")
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import multiprocessing
 import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.progress import engine_start_progress
+from kvcomm_integrations.engines.state import Call, StateSummary, clear_state, load_state, save_state, state_place
 from kvcomm_integrations.engines.stats import SchedulerSnapshot, StatsKeeper
 from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, EngineError, KVCommError
@@ -26,6 +29,8 @@ from kvcomm_integrations.wire import RequestReport
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 30.0
 """How long vLLM's processes may take to end before they are killed, seconds."""
@@ -92,6 +97,18 @@ class InProcessEngine(Engine):
         llm = self._started()
         return list(self._thread().run(llm.collective_rpc(method, args=args)))
 
+    def save_state(self, path: str | Path, *, tenant: str | None = None) -> StateSummary:
+        llm = self._started()
+        return self._thread().run(save_state(_caller(llm), path, tenant))
+
+    def load_state(self, path: str | Path, *, tenant: str | None = None, merge: bool = False) -> StateSummary:
+        llm = self._started()
+        return self._thread().run(load_state(_caller(llm), path, tenant, merge=merge))
+
+    def clear_state(self, *, tenant: str | None = None) -> StateSummary:
+        llm = self._started()
+        return self._thread().run(clear_state(_caller(llm), tenant))
+
     def reset_prefix_cache(self, *, references: bool = False) -> bool:
         """Empty the exact prefix cache, and our references too if asked; returns whether it could be emptied."""
         llm = self._started()
@@ -131,6 +148,8 @@ class InProcessEngine(Engine):
         if loop is None:
             return
         if llm is not None:
+            if self.config.state_path and self.config.save_state_on_close:
+                _save_last(loop, llm, self.config.state_path)
             loop.run(_shutdown(llm))
         del llm
         atexit.unregister(self.close)
@@ -171,6 +190,18 @@ class InProcessEngine(Engine):
             raise EngineError(f"vLLM could not start with model {self.config.model!r}: {error}") from error
         refusals = await self._llm.collective_rpc("kvcomm_attach")
         self.repair_refusal = next((r for r in refusals if r), None)
+        await self._warm_start()
+
+    async def _warm_start(self) -> None:
+        path = self.config.state_path
+        if path is None or self._llm is None or not state_place(path).exists():
+            return
+        try:
+            await load_state(_caller(self._llm), path)
+        except KVCommError:  # refused: an engine that silently starts cold would hide it
+            llm, self._llm = self._llm, None
+            llm.shutdown(timeout=SHUTDOWN_S)
+            raise
 
     # ---- generate --------------------------------------------------------------------------------------------------
 
@@ -219,6 +250,21 @@ class InProcessEngine(Engine):
                 self._llm = None
         with contextlib.suppress(Exception):
             llm.shutdown()
+
+
+def _caller(llm: AsyncLLM) -> Call:
+    async def call(method: str, *args: Any) -> list[Any]:
+        return list(await llm.collective_rpc(method, args=args))
+
+    return call
+
+
+def _save_last(loop: LoopThread, llm: AsyncLLM, path: str) -> None:
+    """Save before the engine goes; a failure must not keep it from going."""
+    try:
+        loop.run(save_state(_caller(llm), path), timeout=SHUTDOWN_S)
+    except Exception:
+        logger.exception("What was learned could not be saved to %s", path)
 
 
 async def _shutdown(llm: AsyncLLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata
 from kvcomm_integrations.connector.paged import Layout, PagedCache
+from kvcomm_integrations.connector.state_calls import StateCalls
 from kvcomm_integrations.connector.worker import WorkerHalf
 from kvcomm_integrations.reuse.policies.base import KV, Edge
 from kvcomm_integrations.reuse.rope import Rope
@@ -84,3 +86,53 @@ def test_unequal_keys_of_equal_tokens_switch_reuse_off() -> None:
     assert "self-check" in report.disabled
     assert report.failed
     assert len(half.store) == 0
+
+
+def _lessons(half: WorkerHalf, *edges: Edge) -> None:
+    for number, edge in enumerate(edges):
+        _fill(half, (3, 4), 25, seed=10 + number)
+        half.save(StepMetadata(observes=[ObserveJob("ridge", edge, 1, 0, (3, 4), 0, 20)]))
+
+
+def test_an_edge_that_its_budget_evicts_has_no_examples_any_more() -> None:
+    half = _worker()
+    half.config = half.config.model_copy(update={"state_bytes": 1})
+    _fill(half, (0, 1, 2), 40, seed=1)
+    _harvest(half, 1, (0, 1, 2), 0, 40)
+    _lessons(half, EDGE, EDGE._replace(target="c"))
+    report = half.take_report()
+    assert report is not None
+    assert report.examples == {("ridge", EDGE): 0, ("ridge", EDGE._replace(target="c")): 1}
+
+
+def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> None:
+    half = _worker()
+    _fill(half, (0, 1, 2), 40, seed=1)
+    _harvest(half, 1, (0, 1, 2), 0, 40)
+    _lessons(half, EDGE)
+    half.take_report()
+    with half.relearning("ridge") as policy:
+        policy.forget(EDGE)
+        policy.observe(EDGE._replace(target="c"), half.store.get(1).kv, half.store.get(1).kv)
+    report = half.take_report()
+    assert report is not None
+    assert report.examples == {("ridge", EDGE): 0, ("ridge", EDGE._replace(target="c")): 1}
+    assert list(report.leverage) == [("ridge", EDGE._replace(target="c"), 1)]
+    with half.relearning("ridge") as policy:
+        policy.forget(EDGE._replace(target="c"))
+
+
+def test_calls_about_state_answer_with_their_error(tmp_path: Path) -> None:
+    half = _worker()
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    calls = StateCalls(config, half)
+    assert "pipeline parallelism" in calls.call("save", str(tmp_path / "s"), None)["error"]
+    assert "nothing has been loaded" in calls.call("apply", False)["error"]
+    half.disable("an unknown layout")
+    assert "an unknown layout" in calls.call("load", str(tmp_path / "s"), None)["error"]
+    half.config = half.config.model_copy(update={"policy": "kvcomm"})
+    half.disabled = ""
+    config.parallel_config.pipeline_parallel_size = 1
+    config.parallel_config.tensor_parallel_size = 1
+    assert "'kvcomm' learns cannot be kept" in calls.call("save", str(tmp_path / "s"), None)["error"]
+    assert not list(tmp_path.iterdir())

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.state.files import read_manifest, read_state
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
 
@@ -49,6 +51,24 @@ def test_both_ranks_load_repair_and_learn(parallel: Client) -> None:
         assert ranks[0][field] == ranks[1][field]
     assert ranks[0]["loaded_tokens"] == reused.report.loaded
     assert ranks[0]["policies"] == ranks[1]["policies"] != {"ridge": 0}
+
+
+def test_what_all_ranks_have_learned_is_one_file(parallel: Client, tmp_path: Path) -> None:
+    for agent in ("planner", "solver"):
+        prompt = parallel.prompt(system(agent), ("user_question", parallel.encode(QUESTIONS[0])), END)
+        parallel.ask(prompt, agent=agent, session="state", tokens=2, mode=Mode.OBSERVE)
+    parallel.engine.drain()
+    saved = parallel.engine.save_state(tmp_path / "a")
+    assert saved.examples >= 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert read_manifest(tmp_path / "a").whole
+    parallel.engine.clear_state()
+    assert parallel.engine.load_state(tmp_path / "a") == saved
+    parallel.engine.save_state(tmp_path / "b")
+    first, second = (read_state(tmp_path / name) for name in "ab")
+    for mine, theirs in zip(first.edges, second.edges, strict=True):
+        assert mine.edge == theirs.edge
+        assert torch.equal(mine.scatter, theirs.scatter)
 
 
 def test_repair_agrees_with_a_dense_run_on_every_rank(parallel: Client) -> None:
