@@ -34,10 +34,14 @@ def codec_for(tokenizer: ChatTokenizer) -> ToolCodec:
     Raises:
         UnsupportedModelError: the family's answers cannot be read.
     """
-    template = str(tokenizer.hf.chat_template)
+    return codec_of_template(str(tokenizer.hf.chat_template), tokenizer.source)
+
+
+def codec_of_template(template: str, source: str) -> ToolCodec:
+    """As ``codec_for``, from the chat template's text and the model's name."""
     if "<|channel|>" in template and "<|message|>" in template:
         raise UnsupportedModelError(
-            f"{tokenizer.source!r} speaks the Harmony format, whose channels are not read yet; use another model family"
+            f"{source!r} speaks the Harmony format, whose channels are not read yet; use another model family"
         )
     for marks, tool_parser, reasoning_parser in _MARKS:
         if all(mark in template for mark in marks):

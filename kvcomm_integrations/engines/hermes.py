@@ -39,6 +39,8 @@ To call a function, answer with one block per call:
 class HermesCodec(ToolCodec):
     """Tool calls as JSON between ``<tool_call>`` tags, thinking between ``<think>`` tags."""
 
+    calls_beside_answer = True
+
     def encode(
         self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
     ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:

@@ -119,6 +119,10 @@ class AnswerParser(ABC):
 class ToolCodec(ABC):
     """How one model family is told of tools and how it calls them. Stateless; shared by all requests."""
 
+    calls_beside_answer = False
+    """One request may have tools and a structured output: the model then gives either. Where this is not so, the
+    output's constraint would forbid every call."""
+
     @abstractmethod
     def encode(
         self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse

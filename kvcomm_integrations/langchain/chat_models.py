@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -29,10 +28,11 @@ from kvcomm_integrations.engines.codecs import named_codec
 from kvcomm_integrations.engines.pieces import LastPiece, Piece
 from kvcomm_integrations.engines.shared import get_engine
 from kvcomm_integrations.engines.tool_codec import ToolCodec, tool_use
-from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_chunk
 from kvcomm_integrations.langchain.options import SAMPLING_FIELDS, CallOptions, call_options
+from kvcomm_integrations.langchain.profile import model_profile
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.wire import Mode, RequestReport
 
@@ -436,27 +436,12 @@ class ChatKVComm(BaseChatModel):
         return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        profile = ModelProfile(
-            name=self.model,
-            text_inputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            pdf_inputs=False,
-            text_outputs=True,
-            image_outputs=False,
-            audio_outputs=False,
-            video_outputs=False,
-            tool_calling=True,
-            tool_choice=True,
-            structured_output=True,
-        )
-        configured = self.engine.config.max_model_len if self.engine else self.max_model_len
-        limit = configured or _context_of(self.model)
-        if limit:
-            profile["max_input_tokens"] = limit
-            profile["max_output_tokens"] = min(self.max_tokens or limit, limit)
-        return profile
+        codec, context = self._codec(), self.max_model_len
+        if self.engine:
+            with suppress(UnsupportedModelError):
+                codec = codec or self.runtime.codec
+            context = self.engine.config.max_model_len
+        return model_profile(self.model, codec=codec, context=context, max_tokens=self.max_tokens)
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
@@ -473,21 +458,3 @@ class ChatKVComm(BaseChatModel):
         """Fields that are written in plain form."""
         reuse = self.reuse.model_dump(mode="json", exclude_defaults=True)
         return {"mode": self.mode.value, "tokenization": self.tokenization.value, "reuse": reuse}
-
-
-def _context_of(model: str) -> int | None:
-    """The model's own context length, from its configuration on disk; ``None`` if that is not there."""
-    folder = Path(model)
-    path: Any = folder / "config.json"
-    if not folder.is_dir():
-        with suppress(ImportError, ValueError):
-            from huggingface_hub import try_to_load_from_cache
-
-            path = try_to_load_from_cache(model, "config.json")
-    if not isinstance(path, (str, Path)):
-        return None
-    with suppress(OSError, ValueError):
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        length = found.get("max_position_embeddings") or found.get("text_config", {}).get("max_position_embeddings")
-        return int(length) if length else None
-    return None

@@ -12,7 +12,7 @@ from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackH
 from langchain_core.load import dumpd, dumps, load
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
-from lc_helpers import details, fake, who
+from lc_helpers import CHATML, details, fake, who
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.engines.fake import FakeEngine
@@ -134,6 +134,29 @@ def test_profile(make, tmp_path):
     assert (limited["max_input_tokens"], limited["max_output_tokens"]) == (512, 100)
     assert limited["tool_calling"] and not limited["image_inputs"]
     assert ChatKVComm(model="not-there").profile.get("max_input_tokens") is None
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"chat_template.jinja": CHATML}, True),
+        ({"tokenizer_config.json": json.dumps({"chat_template": CHATML})}, True),
+        ({"tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": CHATML}]})}, True),
+        ({"chat_template.jinja": "{{ '[TOOL_CALLS]' }}"}, False),
+        ({"chat_template.jinja": "{{ '<|channel|><|message|>' }}"}, False),
+        ({"tokenizer_config.json": "no json"}, False),
+        ({}, False),
+    ],
+)
+def test_the_profile_promises_tools_beside_a_response_format_only_where_both_can_come(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert ChatKVComm(model=str(tmp_path)).profile["structured_output"] is expected
+
+
+def test_a_named_parser_decides_over_the_template(make_tools):
+    assert make_tools().profile["structured_output"] is True
+    assert make_tools(tool_parser="mistral").profile["structured_output"] is False
 
 
 def test_ls_params():

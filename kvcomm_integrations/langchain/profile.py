@@ -1,0 +1,89 @@
+"""What a model can do, told by its files alone: a profile is asked for before any engine or tokenizer is loaded."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from langchain_core.language_models.model_profile import ModelProfile
+
+from kvcomm_integrations.engines.codecs import codec_of_template
+from kvcomm_integrations.engines.tool_codec import ToolCodec
+from kvcomm_integrations.errors import UnsupportedModelError
+
+
+def model_profile(model: str, *, codec: ToolCodec | None, context: int | None, max_tokens: int | None) -> ModelProfile:
+    """A profile in LangChain's form.
+
+    Args:
+        model: folder or hub id.
+        codec: how the model writes tool calls, if that is known; ``None``: told by its chat template, if that is on
+            disk.
+        context: longest prompt plus answer, tokens; ``None``: the model's own, if its configuration is on disk.
+        max_tokens: longest answer, tokens.
+    """
+    codec = codec or _codec_of(model)
+    profile = ModelProfile(
+        name=model,
+        text_inputs=True,
+        image_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        pdf_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        tool_calling=True,
+        tool_choice=True,
+        # ``create_agent`` sends tools and a response format together where this is true.
+        structured_output=codec is not None and codec.calls_beside_answer,
+    )
+    limit = context or _context_of(model)
+    if limit:
+        profile["max_input_tokens"] = limit
+        profile["max_output_tokens"] = min(max_tokens or limit, limit)
+    return profile
+
+
+def _codec_of(model: str) -> ToolCodec | None:
+    template = _text_of(model, "chat_template.jinja")
+    if template is None:
+        found = _json_of(model, "tokenizer_config.json").get("chat_template")
+        template = json.dumps(found, ensure_ascii=False) if isinstance(found, list) else found
+    if not isinstance(template, str):
+        return None
+    with suppress(UnsupportedModelError):
+        return codec_of_template(template, model)
+    return None
+
+
+def _context_of(model: str) -> int | None:
+    found = _json_of(model, "config.json")
+    length = found.get("max_position_embeddings") or found.get("text_config", {}).get("max_position_embeddings")
+    return int(length) if length else None
+
+
+def _json_of(model: str, name: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(_text_of(model, name) or "{}")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _text_of(model: str, name: str) -> str | None:
+    """A file of a model, from its folder or from the hub's cache; ``None`` if it is not on this machine."""
+    path: Any = Path(model) / name
+    if not Path(model).is_dir():
+        path = None
+        with suppress(ImportError, ValueError):
+            from huggingface_hub import try_to_load_from_cache
+
+            path = try_to_load_from_cache(model, name)
+    if not isinstance(path, (str, Path)):
+        return None
+    with suppress(OSError, UnicodeDecodeError):
+        return Path(path).read_text(encoding="utf-8")
+    return None
