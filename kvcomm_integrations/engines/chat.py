@@ -152,7 +152,7 @@ class ChatRuntime:
         ).prompt
         sampling = sampling or SamplingOptions()
         constrained = sampling.structured_output is not None
-        sampling = codec.adjust(tokenizer, use, sampling)
+        sampling = codec.adjust(tokenizer, use, sampling, prompt)
         limit = self.engine.max_model_len
         if len(prompt.token_ids) >= limit:
             raise ContextOverflowError(

@@ -58,13 +58,16 @@ class HermesCodec(ToolCodec):
             return shown, list(use.tools)
         return _with_instruction(shown, use.tools), None
 
-    def adjust(self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions) -> SamplingOptions:
+    def adjust(
+        self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions, prompt: SegmentedPrompt
+    ) -> SamplingOptions:
         """See ``ToolCodec.adjust``."""
         tags = [THINK_OPEN, THINK_CLOSE, *((CALL_OPEN, CALL_CLOSE) if use.tools else ())]
         hidden = any(tag in tokenizer.codec.control for tag in tags)
+        constraint = self.constraint(use, sampling.structured_output)
         return replace(
             sampling,
-            structured_output=self.constraint(use, sampling.structured_output),
+            structured_output=after_thinking(constraint, tokenizer, prompt.text),
             skip_special_tokens=sampling.skip_special_tokens and not hidden,
         )
 
@@ -96,8 +99,36 @@ class HermesCodec(ToolCodec):
         self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
     ) -> HermesParser:
         """See ``ToolCodec.parser``."""
-        thinking = prompt.text[-64:].rstrip().endswith(THINK_OPEN)
+        thinking = _opens_thinking(prompt.text)
         return HermesParser(calls=bool(use.tools), parallel=use.parallel, thinking=thinking, constrained=constrained)
+
+
+def _opens_thinking(prompt: str) -> bool:
+    return prompt[-64:].rstrip().endswith(THINK_OPEN)
+
+
+def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, prompt: str) -> dict[str, Any] | None:
+    """The constraint, with a thinking block before it: one that the prompt has opened, or one that may come.
+
+    It stays as it is for a model that does not think, after a prompt that has closed the block already (thinking was
+    switched off), and if it leaves room for text anyway.
+    """
+    thinks = THINK_CLOSE in str(tokenizer.hf.chat_template) or _opens_thinking(prompt)
+    if constraint is None or not thinks:
+        return constraint
+    if "structural_tag" in constraint:
+        form = json.loads(constraint["structural_tag"])["format"]
+        if form["type"] not in ("tags_with_separator", "or"):
+            return constraint
+    else:
+        form = _answer_format(constraint)
+    if prompt[-64:].rstrip().endswith(THINK_CLOSE):
+        return constraint
+    opened = _opens_thinking(prompt)
+    block = {"type": "tag", "begin": "" if opened else THINK_OPEN, "content": {"type": "any_text"}, "end": THINK_CLOSE}
+    space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
+    thought = {"type": "sequence", "elements": [block, space, form]}
+    return _structural(thought if opened else {"type": "or", "elements": [thought, form]})
 
 
 def _structural(form: dict[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,14 @@ def _tagged(form: dict[str, Any]) -> str:
         return json.dumps(example(form["json_schema"]))
     if kind == "const_string":
         return str(form["value"])
+    if kind == "sequence":
+        return "".join(map(_tagged, form["elements"]))
+    if kind == "any_text":
+        return "hm"
+    if kind == "regex":
+        return ""
+    if kind == "tag":
+        return f"{form['begin']}{_tagged(form['content'])}{form['end']}"
     if kind == "triggered_tags" and not form.get("at_least_one"):
         return "ok"
-    tag = form["tags"][0]
-    return f"{tag['begin']}{_tagged(tag['content'])}{tag['end']}"
+    return _tagged({"type": "tag", **form["tags"][0]})

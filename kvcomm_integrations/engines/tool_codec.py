@@ -133,8 +133,16 @@ class ToolCodec(ABC):
         """
 
     @abstractmethod
-    def adjust(self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions) -> SamplingOptions:
+    def adjust(
+        self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions, prompt: SegmentedPrompt
+    ) -> SamplingOptions:
         """Sampling that enforces ``use``; with a structured output and optional tools, either may come.
+
+        Args:
+            tokenizer: The model's.
+            use: The tools of the request.
+            sampling: As the caller asked for it.
+            prompt: The rendered prompt; it may have opened a thinking block, which is not constrained.
 
         Raises:
             ConfigurationError: the two cannot be combined.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcomm_integrations.engines.base import SamplingOptions
-from kvcomm_integrations.engines.hermes import HermesCodec
+from kvcomm_integrations.engines.hermes import HermesCodec, after_thinking
 from kvcomm_integrations.engines.tool_codec import AnswerParser, ToolCodec, ToolUse
 from kvcomm_integrations.prompts.messages import ChatMessage
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
@@ -32,10 +32,16 @@ class VllmCodec(ToolCodec):
         """Everything goes to the template: a family with a parser of its own has a template that shows tools."""
         return list(messages), list(use.tools) or None
 
-    def adjust(self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions) -> SamplingOptions:
+    def adjust(
+        self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions, prompt: SegmentedPrompt
+    ) -> SamplingOptions:
         """See ``ToolCodec.adjust``."""
         if not use.tools or self.tool_parser is None:
-            return sampling
+            if self.reasoning_parser is None:
+                return sampling
+            return replace(
+                sampling, structured_output=after_thinking(sampling.structured_output, tokenizer, prompt.text)
+            )
         from kvcomm_integrations.engines.vllm_parsers import adjusted
 
         return adjusted(self.tool_parser, self.reasoning_parser, tokenizer, use, sampling)

@@ -98,14 +98,18 @@ def test_thinking_is_read(size):
     assert read(codec, "let me see</think>Sunny.", ToolUse(), size)[:2] == ("Sunny.", "let me see")
 
 
+PROMPT = SegmentedPrompt((1,), (), "question")
+
+
 def test_a_forced_call_is_constrained():
     codec = named_codec("hermes", None)
-    sampling = codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(seed=1))
+    sampling = codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(seed=1), PROMPT)
     assert sampling.seed == 1
     assert "weather" in json.dumps(sampling.structured_output) and "city" in json.dumps(sampling.structured_output)
-    assert codec.adjust(TOKENIZER, tool_use(TOOLS), SamplingOptions()).structured_output is None
+    assert codec.adjust(TOKENIZER, tool_use(TOOLS), SamplingOptions(), PROMPT).structured_output is None
+    asked = SamplingOptions(structured_output={"json": SCHEMA})
     with pytest.raises(ConfigurationError, match="cannot be combined"):
-        codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(structured_output={"json": SCHEMA}))
+        codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), asked, PROMPT)
 
 
 def test_our_structural_tags_are_what_vllm_takes():
@@ -143,6 +147,41 @@ def test_our_structural_tags_compile():
         for text in bad:
             matcher = xgrammar.GrammarMatcher(grammar)
             assert not (matcher.accept_string(text) and matcher.accept_token(0)), text
+
+
+ANSWER = '{"city": "x"}'
+
+
+@pytest.mark.parametrize("codec", [HermesCodec(), named_codec("hermes", "deepseek_r1")], ids=["hermes", "vllm"])
+@pytest.mark.parametrize(
+    ("prompt", "good", "bad"),
+    [
+        ("q", [ANSWER, f"<think>Hm {{}}.</think>\n\n{ANSWER}"], ["hm", "<think>hm</think>no json"]),
+        ("q<think>\n", [f"Hm {{}}.\n</think>\n\n{ANSWER}"], [ANSWER, "hm"]),
+        ("q<think>\n\n</think>\n\n", [ANSWER], [f"<think>hm</think>{ANSWER}"]),
+    ],
+    ids=["may think", "thinks", "told not to think"],
+)
+def test_a_constraint_begins_after_the_thinking(codec, prompt, good, bad):
+    xgrammar = pytest.importorskip("xgrammar")
+    thinker = tokenizer_of("{{ messages[0].content }}{% if x %}<think></think>{% endif %}")
+    asked = SamplingOptions(structured_output={"json": SCHEMA})
+    constraint = codec.adjust(thinker, ToolUse(), asked, SegmentedPrompt((1,), (), prompt)).structured_output
+    letters = [chr(0), "\n", *map(chr, range(32, 127))]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(letters, stop_token_ids=[0]), max_threads=1)
+    if "json" in constraint:
+        grammar = compiler.compile_json_schema(json.dumps(constraint["json"]))
+    else:
+        grammar = compiler.compile_structural_tag(constraint["structural_tag"])
+    for texts, accepted in ((good, True), (bad, False)):
+        for text in texts:
+            matcher = xgrammar.GrammarMatcher(grammar)
+            assert (matcher.accept_string(text) and matcher.accept_token(0)) is accepted, text
+
+
+def test_a_model_that_does_not_think_is_constrained_from_the_first_token():
+    asked = SamplingOptions(structured_output={"json": SCHEMA})
+    assert HermesCodec().adjust(TOKENIZER, ToolUse(), asked, PROMPT) == asked
 
 
 def test_unknown_parsers_are_refused():
