@@ -1,0 +1,65 @@
+"""The circuit breaker: after too many faults in a row reuse switches itself off for a while, and tries again later."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 3600.0
+"""The pause doubles with every relapse, up to this, seconds."""
+
+
+class CircuitBreaker:
+    """Counts faults by the seam at which they happen (``load``, ``harvest``, ``learn``, ``audit``, ``plan``).
+
+    Args:
+        limit: consecutive faults of one seam that switch reuse off; 0 never does.
+        pause_s: how long it stays off the first time, seconds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, limit: int, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.total: Counter[str] = Counter()
+        """Faults since the start, by seam."""
+        self.trips = 0
+        """How often reuse has switched itself off."""
+        self._first_pause = self._pause = pause_s
+        self._clock = clock
+        self._row: Counter[str] = Counter()
+        self._until: float | None = None
+        self._why = ""
+
+    def fault(self, seam: str, reason: str) -> None:
+        """Note a fault."""
+        self.total[seam] += 1
+        self._row[seam] += 1
+        on_trial = self._until is not None and self._clock() >= self._until
+        if self.limit and not self.refusal() and (on_trial or self._row[seam] >= self.limit):
+            self.trips += 1
+            self._why = f"{self._row[seam]} faults in a row ({seam}: {reason})"
+            self._until = self._clock() + self._pause
+            logger.error("KV reuse is off for %.0f s after %s. Requests are served densely.", self._pause, self._why)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    def success(self, seam: str) -> None:
+        """Note that a seam works: its row of faults is over, and so is the trial after a pause."""
+        failed_here = self._row.pop(seam, 0)
+        if failed_here and self._until is not None and not self.refusal():
+            logger.warning("KV reuse works again after %s", self._why)
+            self._until, self._pause = None, self._first_pause
+
+    def refusal(self) -> str:
+        """Why nothing may be reused at present; empty if it may."""
+        if self._until is None or self._clock() >= self._until:
+            return ""
+        return f"switched off after {self._why}; tried again in {self._until - self._clock():.0f} s"
+
+    def reset(self) -> None:
+        """Try again at once, as the user asked."""
+        self._row.clear()
+        self._until, self._pause = None, self._first_pause
