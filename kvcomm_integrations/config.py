@@ -19,6 +19,13 @@ class Isolation(StrEnum):
     GLOBAL = "global"
 
 
+class ReferenceDevice(StrEnum):
+    """Where a worker keeps references. On a CPU both are the same."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class Tokenization(StrEnum):
     """``segmented``: contents are tokenised apart, so their ids are the same in every prompt.
     ``canonical``: the model's ordinary tokenisation of the whole prompt; reuse only where ids agree."""
@@ -42,6 +49,13 @@ class ReuseConfig(BaseModel):
     """Shorter placeholders are computed, tokens."""
     store_bytes: int = Field(default=2 << 30, ge=0)
     """Budget for references on one worker, bytes; the least useful are evicted."""
+    reference_device: ReferenceDevice = ReferenceDevice.HOST
+    """Where references are kept: ``host`` memory, or the ``device``'s own (loaded faster, but vLLM does not know of it:
+    leave room for ``store_bytes``)."""
+    tenant_share: float = Field(default=1.0, gt=0, le=1)
+    """Largest share of ``store_bytes`` that one tenant's references may take."""
+    session_ttl_s: float = Field(default=3600.0, gt=0)
+    """References of a session that nobody has used for so long are dropped, seconds."""
     state_bytes: int = Field(default=1 << 30, ge=0)
     """Budget for learned corrections on one worker, bytes."""
     repair: bool = True
@@ -67,6 +81,10 @@ class ReuseConfig(BaseModel):
     """Share of reusable requests that run dense as audits."""
     max_divergence: float = Field(default=0.5, gt=0)
     """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
+    max_faults: int = Field(default=5, ge=0)
+    """Faults in a row after which reuse switches itself off for ``fault_pause_s``; 0: never."""
+    fault_pause_s: float = Field(default=60.0, gt=0)
+    """First pause after too many faults, seconds; it doubles with every relapse, up to an hour."""
     policy_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the policy's dataclass (rank, window, gamma, ...)."""
     variants: tuple[str, ...] = ()

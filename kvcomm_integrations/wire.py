@@ -80,6 +80,9 @@ class KVCommParams(BaseModel):
     """Tokens of the answer that an audit goes over, beyond the first."""
     teach: bool = True
     """Let policies learn from this request if it is computed densely."""
+    release: bool = False
+    """Drop the session's contents once this request is over: it was the session's last. Under ``isolation`` ``session``
+    only, for otherwise other sessions may need them."""
 
     @model_validator(mode="after")
     def _check(self) -> KVCommParams:

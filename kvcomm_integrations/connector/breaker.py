@@ -41,23 +41,28 @@ class CircuitBreaker:
         on_trial = self._until is not None and self._clock() >= self._until
         if self.limit and not self.refusal() and (on_trial or self._row[seam] >= self.limit):
             self.trips += 1
-            self._why = f"{self._row[seam]} faults in a row ({seam}: {reason})"
+            self._why = f"too many faults in a row ({seam})"
             self._until = self._clock() + self._pause
-            logger.error("KV reuse is off for %.0f s after %s. Requests are served densely.", self._pause, self._why)
+            logger.error(
+                "KV reuse is off for %.0f s: %s, the last one: %s. Requests are served densely.",
+                self._pause,
+                self._why,
+                reason,
+            )
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def success(self, seam: str) -> None:
         """Note that a seam works: its row of faults is over, and so is the trial after a pause."""
         failed_here = self._row.pop(seam, 0)
         if failed_here and self._until is not None and not self.refusal():
-            logger.warning("KV reuse works again after %s", self._why)
+            logger.warning("KV reuse works again; it was off after %s", self._why)
             self._until, self._pause = None, self._first_pause
 
     def refusal(self) -> str:
         """Why nothing may be reused at present; empty if it may."""
         if self._until is None or self._clock() >= self._until:
             return ""
-        return f"switched off after {self._why}; tried again in {self._until - self._clock():.0f} s"
+        return f"switched off for a while: {self._why}"
 
     def reset(self) -> None:
         """Try again at once, as the user asked."""

@@ -61,11 +61,18 @@ class Planner:
 
     def candidates(self, tracked: Tracked, policy: str) -> list[Candidate]:
         """The segments of a prompt, covering it, with what may be loaded for each under a policy."""
-        return [self._candidate(tracked, s, policy) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
+        beginning = self.contents.beginning(tracked)
+        names = dict(self.contents.later_fixed(tracked)) if self.loads_fixed(policy) else {}
+        return [
+            self._beginning_candidate(tracked, segment)
+            if segment == beginning
+            else self._fixed_candidate(tracked, segment, policy, names.get(segment))
+            if segment.kind is SegmentKind.FIXED
+            else self._candidate(tracked, segment, policy)
+            for segment in cover(tracked.params.segments, tracked.prompt_tokens)
+        ]
 
     def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
-        if segment.kind is SegmentKind.FIXED:
-            return self._fixed_candidate(tracked, segment, policy)
         tokens = segment.end - segment.start
         if tokens < self.config.min_segment_tokens:
             return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
@@ -87,17 +94,19 @@ class Planner:
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
         return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
 
-    def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
-        """Template text: copied exactly at the prompt's beginning; elsewhere repaired, or loaded if nothing repairs."""
-        if segment == self.contents.beginning(tracked):
-            entry, reason = self.index.lookup(self.contents.beginning_key(tracked, segment)), "exact copy"
-        elif self.loads_fixed(policy):
-            entry, reason = self.index.lookup(self.contents.fixed_key(tracked, segment)), "mean of earlier runs"
-        else:
+    def _beginning_candidate(self, tracked: Tracked, segment: Segment) -> Candidate:
+        """Template text at the prompt's beginning is copied exactly."""
+        entry = self.index.lookup(self.contents.beginning_key(tracked, segment))
+        ready = entry is not None and entry.state is EntryState.READY
+        return Candidate(segment, entry, reason="exact copy") if ready else Candidate(segment)
+
+    def _fixed_candidate(self, tracked: Tracked, segment: Segment, policy: str, name: str | None) -> Candidate:
+        """Template text elsewhere is repaired, or loaded where nothing repairs: then it has a name."""
+        entry = self.index.lookup(self.contents.fixed_key(tracked, segment)) if name is not None else None
+        if name is None or entry is None or entry.state is not EntryState.READY:
             return Candidate(segment)
-        if entry is None or entry.state is not EntryState.READY:
-            return Candidate(segment)
-        return Candidate(segment, entry, reason=reason)
+        examples = self.edges.examples(policy, self.contents.edge(tracked, entry, name))
+        return Candidate(segment, entry, reason="mean of earlier runs", examples=examples)
 
     def loads_fixed(self, policy: str) -> bool:
         """Without the repair pass, template text is loaded from the agent's own earlier runs."""

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,6 +39,7 @@ __all__ = [
     "RequestStatus",
     "SchedulerOutput",
     "VllmConfig",
+    "agree_on_faults",
     "attention_layers",
     "block_hasher",
     "cache_bytes_per_token",
@@ -126,6 +128,20 @@ def rehash(request: Request, keep: int, hasher: BlockHasher) -> None:
     request._block_hasher = hasher
     del request.block_hashes[keep:]
     request.update_block_hashes()
+
+
+def agree_on_faults(faults: list[str]) -> list[str]:
+    """What went wrong on any of the tensor-parallel ranks, so that all of them run the same repair pass.
+
+    All ranks must call it with lists of equal length. One small exchange between the processes, none on a single rank.
+    """
+    if not (model_parallel_is_initialized() and get_tp_group().world_size > 1):
+        return faults
+    bad = torch.tensor([bool(fault) for fault in faults], dtype=torch.int32)
+    torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+    return [
+        fault or ("another rank failed" if other else "") for fault, other in zip(faults, bad.tolist(), strict=True)
+    ]
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:

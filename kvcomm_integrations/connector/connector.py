@@ -121,6 +121,9 @@ class KVCommConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self.worker_half.take_released() or None, None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker_half.bad_blocks.take()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_half.take_report()
 

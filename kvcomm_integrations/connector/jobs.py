@@ -96,6 +96,7 @@ class Jobs:
             source=params.agent,
             dense=not tracked.guard.active,
             owner="",
+            tenant=self.contents.tenant_scope(tracked),
             parts_of=ids[:covered],
         )
         if entry is None:

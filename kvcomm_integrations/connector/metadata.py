@@ -140,6 +140,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: dict[str, LoadResult] = field(default_factory=dict)
     examples: dict[tuple[str, Edge], int] = field(default_factory=dict)
     """Policy and edge to the number of examples learned from."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Faults that harmed no request, by what was being done (``learn``, ``audit``)."""
     leverage: dict[tuple[str, Edge, int], float] = field(default_factory=dict)
     """Policy, edge and reference to how new the content is to the edge."""
     audits: list[AuditResult] = field(default_factory=list)
@@ -164,6 +166,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             )
         for key, count in other.examples.items():
             self.examples[key] = min(self.examples.get(key, count), count)
+        for seam, count in other.faults.items():
+            self.faults[seam] = max(self.faults.get(seam, 0), count)
         for content, value in other.leverage.items():
             self.leverage[content] = max(self.leverage.get(content, value), value)
         self.audits = self.audits or other.audits

@@ -39,6 +39,7 @@ class Promises:
                 source=tracked.params.agent,
                 dense=not tracked.guard.active,
                 owner=tracked.request.request_id,
+                tenant=self.contents.tenant_scope(tracked),
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
@@ -54,6 +55,7 @@ class Promises:
                 source=tracked.params.agent,
                 dense=not tracked.guard.active,
                 owner=tracked.request.request_id,
+                tenant=self.contents.tenant_scope(tracked),
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
@@ -73,6 +75,7 @@ class Promises:
             source=tracked.params.agent,
             dense=True,
             owner=tracked.request.request_id,
+            tenant=self.contents.tenant_scope(tracked),
             exact=True,
         )
         if entry is not None:

@@ -1,7 +1,7 @@
 """What becomes of requests whose load failed and that no extra forward can save: vLLM is told which blocks are bad.
 
-vLLM then ends such a request with an error (``kv_load_failure_policy="fail"``, its default), evicts the blocks, and goes
-on. A step that was scheduled before it knew may still ask for a harvest of them; such jobs are refused.
+vLLM then ends such a request with an error (``kv_load_failure_policy="fail"``, its default), evicts the blocks, and
+goes on. A step that was scheduled before it knew may still ask for a harvest of them; such jobs are refused.
 """
 
 from __future__ import annotations

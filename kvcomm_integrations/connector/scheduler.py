@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Isolation, ReuseConfig
+from kvcomm_integrations.connector.breaker import CircuitBreaker
 from kvcomm_integrations.connector.candidates import Planner
 from kvcomm_integrations.connector.compat import (
     KVCacheConfig,
@@ -60,7 +61,8 @@ class SchedulerHalf:
         no_repair = "the workers have not reported yet" if config.repair else "it is switched off"
         self.workers = WorkersState(disabled, no_repair)
         ranks = vllm_config.parallel_config.world_size
-        self.index = ReferenceIndex(config.store_bytes, cache_bytes_per_token(cache), ranks)
+        self.index = ReferenceIndex(config.store_bytes, cache_bytes_per_token(cache), ranks, config.tenant_share)
+        self.breaker = CircuitBreaker(config.max_faults, config.fault_pause_s)
         self.edges = EdgeBook(config)
         self.contents = Contents(config, self.index)
         self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
@@ -74,6 +76,7 @@ class SchedulerHalf:
         """Requests with a plan made in this step."""
         self._finished: list[tuple[str, list[HarvestJob], list[ObserveJob], list[AuditJob]]] = []
         """Requests whose blocks are kept until the workers have done these jobs."""
+        self._step = 0
         self._repairing = 0
         """Tokens this step's repair pass holds already."""
         self.block_ids: Callable[[str], tuple[int, ...]] = lambda req_id: ()
@@ -106,16 +109,20 @@ class SchedulerHalf:
         if tracked is None:
             return 0
         try:
-            return self._match(tracked, exact)
+            external = self._match(tracked, exact)
+            self.breaker.success("plan")
+            return external
         except Exception as error:  # a fault in planning costs the reuse of one request, nothing else
             logger.exception("Planning request %s failed; it is served densely", request.request_id)
             self._forget_plan(tracked)
-            tracked.reason = tracked.refusal = f"planning failed ({type(error).__name__}: {error})"
+            tracked.reason = tracked.refusal = f"planning failed ({type(error).__name__})"
+            self.breaker.fault("plan", str(error))
             return 0
 
     def _match(self, tracked: Tracked, exact: int) -> int | None:
         started = time.perf_counter()
         tracked.exact = min(exact, tracked.prompt_tokens)
+        tracked.refusal = tracked.refusal or self.breaker.refusal()
         tracked.reason = tracked.refusal
         tracked.audits = []
         self._notice_preemption(tracked)
@@ -180,6 +187,7 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Orders for the workers in this step."""
         meta = StepMetadata()
+        self._step += 1
         unadmitted: list[Tracked] = []
         for tracked in self._planned:
             if tracked.admitted and tracked.plan is not None:
@@ -208,7 +216,10 @@ class SchedulerHalf:
         self._finished = []
         # A reference may have been withdrawn while its harvest was due (a reset, a released session). Workers drop
         # before they harvest, so such a copy would stay for good.
+        self.index.tidy(self._step, self.config.session_ttl_s)
         meta.harvests = [job for job in meta.harvests if self.index.by_id(job.ref_id) is not None]
+        for job in meta.harvests:
+            self.index.ordered(job.ref_id, self._step)
         meta.drops = self.index.take_drops()
         return meta
 
@@ -219,25 +230,39 @@ class SchedulerHalf:
             self.index.clear()
             logger.error("KV reuse is off: %s. Requests are served densely.", report.disabled)
         self.workers.verified = self.workers.verified or report.verified
-        if report.repair_known and self.config.repair:
+        if report.repair_known and self.config.repair and self.workers.repair_refusal != report.repair_refusal:
             self.workers.repair_refusal = report.repair_refusal
-        if report.repair_known and report.repair_refusal:
-            logger.warning("The repair pass is off: %s. Plans stop at the first unknown token.", report.repair_refusal)
+            if report.repair_refusal:
+                logger.warning(
+                    "The repair pass is off: %s. Plans stop at the first unknown token.", report.repair_refusal
+                )
         for ref_id, reason in report.failed.items():
             logger.warning("Reference %d was not stored: %s", ref_id, reason)
             self.index.withdraw(ref_id)
+            self.breaker.fault("harvest", reason)
         for ref_id, ranks in report.stored.items():
             self.index.acknowledge(ref_id, ranks)
+            self.breaker.success("harvest")
+        for seam, count in report.faults.items():
+            for _ in range(count):
+                self.breaker.fault(seam, "see the worker's log")
         for (policy, edge), examples in report.examples.items():
             self.edges.learned(policy, edge, examples)
+            if examples:
+                self.breaker.success("learn")
         for (policy, edge, ref_id), leverage in report.leverage.items():
             entry = self.index.by_id(ref_id)
             if entry is not None:
                 entry.leverage[(policy, edge)] = leverage
         for audit in report.audits:
+            self.breaker.success("audit")
             for edge in audit.edges:
                 self.edges.audited(audit.policy, edge, audit.kl[0])
         for req_id, result in report.loads.items():
+            if result.fault:
+                self.breaker.fault("load", result.fault)
+            else:
+                self.breaker.success("load")
             live = self._tracked.get(req_id)
             if live is not None:
                 live.result = result
@@ -253,6 +278,7 @@ class SchedulerHalf:
         if tracked is None:
             return False, None
         self._notice_preemption(tracked)
+        self.index.scopes.leave(tracked.scope, self.index.clock())
         if tracked in self._planned:
             self._planned.remove(tracked)
         done = tracked.prompt_done and self._completed(tracked)
@@ -263,16 +289,22 @@ class SchedulerHalf:
         audits = self.jobs.audits(tracked, tuple(blocks)) if done else []
         if harvests or observes or audits:
             self._finished.append((request.request_id, harvests, observes, audits))
+        if tracked.params.release and self.config.isolation is Isolation.SESSION:
+            self.index.withdraw_scope(tracked.scope)
         return bool(harvests or observes or audits), {WIRE_KEY: tracked.report().model_dump(mode="json")}
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
-        scopes = {entry.key.scope for entry in self.index.entries()}
-        return sum(self.index.withdraw_scope(scope) for scope in scopes if names_session(scope, tenant, session))
+        named = [scope for scope in self.index.scopes if names_session(scope, tenant, session)]
+        return sum(self.index.withdraw_scope(scope) for scope in named)
 
     def reset(self) -> None:
-        """Forget all references, as the user asked. Learned corrections stay; start anew if weights change."""
+        """Forget all references, as the user asked, and reuse again if faults had stopped it.
+
+        Learned corrections stay; the workers are asked to drop them if weights have changed.
+        """
         self.index.clear()
+        self.breaker.reset()
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
 
@@ -280,6 +312,7 @@ class SchedulerHalf:
         scope = content_scope(request, params, self.config.isolation)
         policy = params.policy or self.config.policy
         guard = HashGuard(request, self._hash_block)
+        self.index.scopes.enter(scope, self.index.clock())
         self._tracked[request.request_id] = Tracked(request, params, scope, policy, guard, refusal)
 
     def _live(self) -> Iterable[Request]:

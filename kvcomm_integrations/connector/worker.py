@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
 from kvcomm_integrations.connector.audit import audit
-from kvcomm_integrations.connector.compat import VllmConfig, attention_layers, repair_refusal, write_with_engine
+from kvcomm_integrations.connector.compat import (
+    VllmConfig,
+    agree_on_faults,
+    attention_layers,
+    repair_refusal,
+    write_with_engine,
+)
+from kvcomm_integrations.connector.faults import FaultSwitch, Seam
 from kvcomm_integrations.connector.metadata import (
     AuditJob,
     AuditResult,
@@ -31,10 +38,11 @@ from kvcomm_integrations.connector.metadata import (
 )
 from kvcomm_integrations.connector.paged import PagedCache, probe_layout
 from kvcomm_integrations.connector.repair import Gap, repair
+from kvcomm_integrations.connector.rescue import BadBlocks
 from kvcomm_integrations.connector.selfcheck import check_rotation
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
 from kvcomm_integrations.reuse.policies import create_policy, policy_traits
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
+from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, is_finite
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
 
@@ -56,8 +64,10 @@ class WorkerHalf:
         self.rope: Rope | None = None
         self.store = ReferenceStore(config.store_bytes)
         self.policies: dict[str, Policy] = {}
+        self.faults = FaultSwitch()
+        self.bad_blocks = BadBlocks()
         self._runner: Any = None
-        self._attached = False
+        self._repair_refusal: str | None = "the model runner was never attached"
         self.disabled = "" if config.enabled else "reuse is switched off"
         self.verified = False
         self._report = WorkerReport()
@@ -68,6 +78,12 @@ class WorkerHalf:
         """Tokens really written from references since the start."""
         self.repaired_tokens = 0
         """Tokens really computed by the repair pass since the start."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the paged cache."""
+        assert self.cache is not None
+        return self.cache.block_size
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """vLLM has made its paged cache: find out its layout and the model's rotation."""
@@ -89,11 +105,10 @@ class WorkerHalf:
     def attach(self, runner: Any) -> str | None:
         """Make the model runner known, which the repair pass needs; returns why that pass cannot run, if so."""
         self._runner = runner
-        self._attached = True
-        refusal = repair_refusal(runner)
+        self._repair_refusal = repair_refusal(runner)
         self._report.repair_known = True
-        self._report.repair_refusal = refusal
-        return refusal
+        self._report.repair_refusal = self._repair_refusal
+        return self._repair_refusal
 
     def disable(self, reason: str) -> None:
         """Stop reusing for good, with one clear error; the engine goes on serving densely."""
@@ -109,38 +124,74 @@ class WorkerHalf:
         """Fill the external tokens of every request planned for this step."""
         if not meta.loads:
             return
-        timings: dict[str, tuple[float, str]] = {}
-        gaps: list[Gap] = []
-        for job in meta.loads:
-            started = time.perf_counter()
-            fault = ""
-            try:
-                self._load_spans(job)
-                self.loaded_tokens += sum(span.end - span.start for span in job.spans if not span.exact)
-                gaps.extend(_gaps(job, job.gaps))
-            except Exception as error:  # any fault here must end in computing the tokens
-                logger.exception("Loading for request %s failed; its tokens are computed", job.req_id)
-                if self._vllm_config.parallel_config.world_size > 1:
-                    # The other ranks do not know and would run another batch: stopping is better than hanging.
-                    raise EngineError(f"loading failed on one of several ranks: {error}") from error
-                fault = f"{type(error).__name__}: {error}"
-                gaps.extend(_gaps(job, ((job.exact, job.end),)))
-            timings[job.req_id] = ((time.perf_counter() - started) * 1e3, fault)
         started = time.perf_counter()
-        if gaps:
-            if self._runner is None or self.cache is None:
-                raise EngineError("a plan needs the repair pass, but the model runner was never attached")
-            repair(self._runner, self.cache, gaps)
-            self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
+        faults = agree_on_faults([self._try(job) for job in meta.loads])
+        load_ms = (time.perf_counter() - started) * 1e3
+        started = time.perf_counter()
+        faults = self._repair(meta.loads, faults)
         repair_ms = (time.perf_counter() - started) * 1e3
-        for req_id, (load_ms, fault) in timings.items():
-            self._report.loads[req_id] = LoadResult(load_ms, repair_ms, fault)
+        for job, fault in zip(meta.loads, faults, strict=True):
+            self._report.loads[job.req_id] = LoadResult(load_ms, repair_ms, fault)
+            if not fault:
+                self.loaded_tokens += sum(span.end - span.start for span in job.spans if not span.exact)
+
+    def _try(self, job: LoadJob) -> str:
+        """Load the spans of one request; returns what went wrong, if anything did."""
+        try:
+            self._load_spans(job)
+            return ""
+        except Exception as error:  # any fault here must end in computing the tokens
+            logger.exception("Loading for request %s failed; its tokens are computed", job.req_id)
+            return f"{type(error).__name__}: {error}"
+
+    def _repair(self, jobs: list[LoadJob], faults: list[str]) -> list[str]:
+        """Compute the gaps, and everything where a load failed; vLLM hears of the blocks where that is impossible.
+
+        Returns:
+            what went wrong by now, by job.
+        """
+        spans = [((job.exact, job.end),) if fault else job.gaps for job, fault in zip(jobs, faults, strict=True)]
+        gaps = [gap for job, missing in zip(jobs, spans, strict=True) for gap in _gaps(job, missing)]
+        problem = self._repair_refusal
+        if gaps and problem is None:
+            assert self.cache is not None
+            try:
+                self.faults.strike(Seam.REPAIR)
+                repair(self._runner, self.cache, gaps)
+                self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
+                return faults
+            except Exception as error:
+                if self._vllm_config.parallel_config.world_size > 1:
+                    # The other ranks wait for this one inside the model: stopping is better than hanging.
+                    raise EngineError(f"the repair pass failed on one of several ranks: {error}") from error
+                logger.exception("The repair pass failed")
+                problem = f"the repair pass failed ({type(error).__name__}: {error})"
+        for number, job in enumerate(jobs):
+            if spans[number]:
+                faults[number] = faults[number] or str(problem)
+                self.bad_blocks.add(job, self.block_size)
+        return faults
 
     def _load_spans(self, job: LoadJob) -> None:
         assert self.cache is not None
         policy = self._policy(job.policy)
         for span in job.spans:
-            self.cache.write(job.blocks, span.start, self._estimate(policy, span))
+            estimate = self._estimate(policy, span)
+            if not is_finite(estimate):
+                self._blame(job.policy, policy, span)
+                raise EngineError(
+                    f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
+                )
+            self.cache.write(job.blocks, span.start, estimate)
+
+    def _blame(self, name: str, policy: Policy, span: LoadSpan) -> None:
+        """An estimate is not finite: drop the reference if it is to blame, else what its edge has learned."""
+        if not is_finite(self.store.get(span.ref_id).kv):
+            self._report.failed[span.ref_id] = "it holds numbers that are not finite"
+        elif not span.exact:
+            before = policy.edges()
+            policy.forget(span.edge)
+            self._note_forgotten(name, before)
 
     def _estimate(self, policy: Policy, span: LoadSpan) -> KV:
         """Corrected KV of a span with keys rotated to where they belong."""
@@ -152,9 +203,10 @@ class WorkerHalf:
             reference.keys[:, :, tokens].to(device, non_blocking=True),
             reference.values[:, :, tokens].to(device, non_blocking=True),
         )
+        part = self.faults.spoil(Seam.REFERENCE, part)
         if span.exact:
             return part
-        estimate = policy.correct(span.edge, part, span.offset)
+        estimate = self.faults.spoil(Seam.CORRECT, policy.correct(span.edge, part, span.offset))
         first = span.start if policy.rotates else reference.position + span.offset
         positions = torch.arange(first, first + span.end - span.start, device=device)
         return KV(self.rope.rotate(estimate.keys, positions), estimate.values)
@@ -178,9 +230,10 @@ class WorkerHalf:
         self._released.update(meta.releases)
 
     def _audit(self, job: AuditJob) -> None:
-        if self.cache is None:
+        if self.cache is None or self.bad_blocks.hold(job.blocks):
             return
         try:
+            self.faults.strike(Seam.AUDIT)
             results = audit(
                 self._runner,
                 self.cache,
@@ -193,6 +246,7 @@ class WorkerHalf:
             return
         except Exception:  # a lost audit costs knowledge, nothing else
             logger.exception("Audit of request %s failed", job.req_id)
+            self._report.faults["audit"] = self._report.faults.get("audit", 0) + 1
             return
         self._report.audits.extend(results)
         self.audit_log.extend(results)
@@ -209,12 +263,18 @@ class WorkerHalf:
                 self._report.failed[job.ref_id] = verdict
                 return
             self.verified = self._report.verified = verdict is not None
+        if self.bad_blocks.hold(job.blocks):
+            self._report.failed[job.ref_id] = "its prompt was never computed"
+            return
         read = self.cache.read if job.exact else self._read_unrotated
-        kv = read(job.blocks, job.start, job.end)
+        kv = self.faults.spoil(Seam.HARVEST, read(job.blocks, job.start, job.end))
+        if not is_finite(kv):
+            raise EngineError("the engine's own KV holds numbers that are not finite")
+        kept = self._kept(kv)
         reference = Reference(
             ref_id=job.ref_id,
-            keys=kv.keys,
-            values=kv.values,
+            keys=kept.keys,
+            values=kept.values,
             position=job.start,
             source=job.source,
             dense=job.dense,
@@ -227,6 +287,13 @@ class WorkerHalf:
             for name in self.policies:
                 self._rate(name, reference)
 
+    def _kept(self, kv: KV) -> KV:
+        """KV where references are kept: on the device, or in host memory from which it is copied fast."""
+        if self.config.reference_device is ReferenceDevice.DEVICE or kv.keys.device.type == "cpu":
+            return kv
+        keys, values = kv.keys.cpu(), kv.values.cpu()
+        return KV(keys.pin_memory(), values.pin_memory())
+
     def _rate(self, name: str, reference: Reference) -> None:
         """How new the content is to every edge it may travel: computed now, so that the gate only looks it up."""
         policy = self.policies[name]
@@ -235,22 +302,30 @@ class WorkerHalf:
                 self._note_leverage(name, policy, edge, reference)
 
     def _note_leverage(self, name: str, policy: Policy, edge: Edge, reference: Reference) -> None:
-        readiness = policy.ready(edge, KV(reference.keys, reference.values))
+        device = self.cache.device if self.cache is not None else reference.keys.device
+        readiness = policy.ready(edge, KV(reference.keys.to(device), reference.values.to(device)))
         if readiness.leverage is not None:
             self._report.leverage[(name, edge, reference.ref_id)] = readiness.leverage
 
     def _observe(self, job: ObserveJob) -> None:
+        if self.bad_blocks.hold(job.blocks):
+            return
         try:
             reference = self.store.get(job.ref_id)
             policy = self._policy(job.policy)
             truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
+            truth = self.faults.spoil(Seam.OBSERVE, truth)
+            if not is_finite(truth):
+                raise EngineError("the engine's own KV holds numbers that are not finite")
             part = slice(job.offset, job.offset + job.tokens)
+            keys, values = (half[:, :, part].to(truth.keys.device) for half in reference.kv)
             before = policy.edges()
-            policy.observe(job.edge, KV(reference.keys[:, :, part], reference.values[:, :, part]), truth)
+            policy.observe(job.edge, KV(keys, values), truth)
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
             self._note_forgotten(job.policy, before)
         except Exception:  # a lost example costs some accuracy later, nothing else
-            logger.exception("Learning %s failed", job.edge)
+            logger.exception("Learning from %s for %s failed", job.edge.source, job.edge.target)
+            self._report.faults["learn"] = self._report.faults.get("learn", 0) + 1
 
     def _note_forgotten(self, name: str, before: Iterable[Edge]) -> None:
         """Report edges that a policy does not know any more (its budget is bounded) as having no examples."""
@@ -286,7 +361,11 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call, or ``None``."""
         report, self._report = self._report, WorkerReport()
-        return None if report == WorkerReport() else report
+        if report == WorkerReport() or self.faults.strike(Seam.REPORT):
+            return None
+        if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
+            report.repair_known, report.repair_refusal = True, self._repair_refusal
+        return report
 
     def _policy(self, name: str) -> Policy:
         if name not in self.policies:

@@ -45,6 +45,12 @@ class KVCommWorkerExtension:
             "verified": half.verified,
         }
 
+    def kvcomm_inject_fault(self, seam: str, kind: str, times: int = 1, rank: int | None = None) -> None:
+        """Make this worker (or only the one of a rank) fail at a seam; for tests (see ``faults``)."""
+        connector = current_connector()
+        if isinstance(connector, KVCommConnector) and rank in (None, self.rank):
+            connector.worker_half.faults.arm(seam, kind, times)
+
     def kvcomm_check_repair(self, token_ids: list[int], gaps: list[list[int]]) -> dict[str, float]:
         """Run the repair pass on a sequence of its own and compare it with a dense run (see ``diagnostics``)."""
         connector = current_connector()

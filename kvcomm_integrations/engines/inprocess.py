@@ -109,9 +109,16 @@ class InProcessEngine(Engine):
         llm = self._started()
         return self._thread().run(clear_state(_caller(llm), tenant))
 
-    def reset_prefix_cache(self, *, references: bool = False) -> bool:
-        """Empty the exact prefix cache, and our references too if asked; returns whether it could be emptied."""
+    def reset_prefix_cache(self, *, references: bool = False, corrections: bool = False) -> bool:
+        """Empty the exact prefix cache; returns whether it could be emptied.
+
+        Args:
+            references: forget our references too.
+            corrections: forget what policies have learned; do both after a change of weights.
+        """
         llm = self._started()
+        if corrections:
+            self.clear_state()
         return bool(self._thread().run(llm.reset_prefix_cache(reset_connector=references)))
 
     @property

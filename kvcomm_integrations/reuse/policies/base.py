@@ -34,6 +34,14 @@ class KV(NamedTuple):
     values: torch.Tensor
 
 
+def is_finite(kv: KV) -> bool:
+    """Whether keys and values are numbers throughout. One sum tells: it is cheaper than a look at each."""
+    import torch
+
+    total = kv.keys.sum(dtype=torch.float32) + kv.values.sum(dtype=torch.float32)
+    return bool(torch.isfinite(total))
+
+
 @dataclass(frozen=True)
 class Readiness:
     """What a policy knows about an edge, and about one content on it."""

@@ -1,0 +1,216 @@
+"""What a worker does when something fails: nothing that is not a number is written, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector import worker as worker_module
+from kvcomm_integrations.connector.faults import SWITCH, FaultSwitch
+from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.rescue import MEMORY
+from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.errors import ConfigurationError, EngineError
+from kvcomm_integrations.reuse.policies.base import KV
+from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
+
+SPAN = LoadSpan(7, offset=0, start=20, end=40, edge=EDGE)
+JOB = LoadJob("r", (5, 6, 7), "ridge", (SPAN,), (), tuple(range(24)), 16, 40)
+BLOCKS_LOST = {6, 7}
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+
+
+@pytest.fixture
+def half() -> WorkerHalf:
+    half = _worker()
+    _fill(half, (0, 1, 2), 40, seed=3)
+    _harvest(half, 7, (0, 1, 2), 0, 40)
+    half.take_report()
+    return half
+
+
+@pytest.fixture
+def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The gaps that the repair pass was given."""
+    gaps: list[Any] = []
+    monkeypatch.setattr(worker_module, "repair", lambda runner, cache, found: gaps.extend(found))
+    half._repair_refusal = None
+    return gaps
+
+
+def report_of(half: WorkerHalf) -> WorkerReport:
+    report = half.take_report()
+    assert report is not None
+    return report
+
+
+def learn(half: WorkerHalf) -> None:
+    _fill(half, (3, 4), 32, seed=4)
+    half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, 7, 0, (3, 4), 0, 30)]))
+
+
+@pytest.mark.parametrize(
+    ("seam", "kind"), [("reference", "raise"), ("correct", "raise"), ("correct", "nan"), ("reference", "nan")]
+)
+def test_a_failed_load_is_computed_whole(half: WorkerHalf, rescued: list[Any], seam: str, kind: str) -> None:
+    half.faults.arm(seam, kind)
+    half.load(StepMetadata(loads=[JOB]))
+    [gap] = rescued
+    assert (gap.start, gap.end, gap.token_ids) == (16, 40, JOB.token_ids)
+    assert half.cache is not None
+    assert torch.count_nonzero(half.cache.read((5, 6, 7), 16, 40).keys) == 0  # nothing was written before the check
+    assert report_of(half).loads["r"].fault
+    assert (half.loaded_tokens, half.repaired_tokens) == (0, 24)
+    assert half.bad_blocks.take() == set()
+    half.load(StepMetadata(loads=[JOB]))
+    assert report_of(half).loads["r"].fault == ""
+
+
+def test_without_a_repair_pass_vllm_hears_of_the_blocks(half: WorkerHalf) -> None:
+    half.faults.arm("correct", "raise")
+    half.load(StepMetadata(loads=[JOB]))
+    assert half.bad_blocks.take() == BLOCKS_LOST
+    assert half.bad_blocks.take() == set()
+    assert "injected" in report_of(half).loads["r"].fault
+
+
+def test_a_failed_repair_pass_loses_only_those_that_needed_it(half: WorkerHalf, rescued: list[Any]) -> None:
+    whole = LoadJob("whole", (8, 9), "aligned", (LoadSpan(7, 0, 16, 32, EDGE),), (), (0,) * 16, 16, 32)
+    gappy = LoadJob("gappy", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), tuple(range(24)), 16, 40)
+    half.faults.arm("repair", "raise")
+    half.load(StepMetadata(loads=[whole, gappy]))
+    loads = report_of(half).loads
+    assert loads["whole"].fault == "" and "repair" in loads["gappy"].fault
+    assert half.bad_blocks.take() == BLOCKS_LOST
+    assert rescued == []
+
+
+def test_on_several_ranks_a_failed_repair_pass_stops_the_engine(half: WorkerHalf, rescued: list[Any]) -> None:
+    half._vllm_config.parallel_config.world_size = 2
+    half.faults.arm("repair", "raise")
+    with pytest.raises(EngineError, match="several ranks"):
+        half.load(StepMetadata(loads=[LoadJob("r", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), (0,) * 24, 16, 40)]))
+
+
+def test_a_fault_of_another_rank_is_ours_too(
+    half: WorkerHalf, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: ["another rank failed" for _ in faults])
+    half.load(StepMetadata(loads=[JOB]))
+    assert [(gap.start, gap.end) for gap in rescued] == [(16, 40)]
+    assert report_of(half).loads["r"].fault == "another rank failed"
+
+
+def test_bad_blocks_are_neither_harvested_nor_learned_from(half: WorkerHalf) -> None:
+    half.faults.arm("correct", "raise")
+    half.load(StepMetadata(loads=[JOB]))
+    harvest = HarvestJob(9, (5, 6, 7), 20, 40, "text", "a", "", dense=True)
+    lesson = ObserveJob("ridge", EDGE, 7, 0, (5, 6, 7), 20, 20)
+    half.save(StepMetadata(harvests=[harvest], observes=[lesson]))
+    report = report_of(half)
+    assert report.failed == {9: "its prompt was never computed"}
+    assert report.examples == {}
+    for _ in range(MEMORY + 1):
+        half.bad_blocks.take()
+    half.save(StepMetadata(harvests=[harvest]))
+    assert report_of(half).stored == {9: 1}
+
+
+def test_a_spoiled_reference_is_given_up(half: WorkerHalf, rescued: list[Any]) -> None:
+    half.store.get(7).keys[0, 0, 3, 3] = torch.inf
+    half.load(StepMetadata(loads=[JOB]))
+    report = report_of(half)
+    assert list(report.failed) == [7] and report.examples == {}
+    assert len(rescued) == 1
+
+
+def test_a_spoiled_correction_is_forgotten(half: WorkerHalf, rescued: list[Any]) -> None:
+    learn(half)
+    assert report_of(half).examples == {("ridge", EDGE): 1}
+    half.faults.arm("correct", "nan")
+    half.load(StepMetadata(loads=[JOB]))
+    report = report_of(half)
+    assert report.examples == {("ridge", EDGE): 0} and report.failed == {}
+    assert half.policies["ridge"].edges() == ()
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan"])
+def test_nothing_is_learned_from_what_is_not_a_number(half: WorkerHalf, kind: str) -> None:
+    half.faults.arm("observe", kind)
+    learn(half)
+    report = report_of(half)
+    assert report.faults == {"learn": 1} and report.examples == {}
+    assert half._policy("ridge").edges() == ()
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan"])
+def test_a_failed_harvest_is_said_to_have_failed(half: WorkerHalf, kind: str) -> None:
+    half.faults.arm("harvest", kind)
+    _harvest(half, 8, (0, 1, 2), 0, 40)
+    report = report_of(half)
+    assert list(report.failed) == [8] and report.stored == {}
+    assert len(half.store) == 1
+
+
+def test_a_full_store_is_a_failed_harvest(half: WorkerHalf) -> None:
+    half.store.max_bytes = half.store.nbytes
+    _harvest(half, 8, (0, 1, 2), 0, 40)
+    assert "does not fit" in report_of(half).failed[8]
+
+
+def test_an_answer_can_be_lost(half: WorkerHalf) -> None:
+    half.faults.arm("report", "lose")
+    _harvest(half, 8, (0, 1, 2), 0, 40)
+    assert half.take_report() is None
+    assert half.take_report() is None
+
+
+def test_a_slow_seam_is_only_slow(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    half.faults.arm("correct", "slow")
+    half.load(StepMetadata(loads=[JOB]))
+    assert len(naps) == 1
+    assert report_of(half).loads["r"].fault == ""
+
+
+def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: WorkerHalf) -> None:
+    """A rank that attaches one step after another must not keep the repair pass off for good."""
+    half.attach(object())
+    assert half.take_report() is not None
+    _harvest(half, 8, (0, 1, 2), 0, 40)
+    report = report_of(half)
+    assert report.repair_known and report.repair_refusal
+
+
+def test_ranks_join_their_faults() -> None:
+    joined = WorkerReport(faults={"learn": 1}).aggregate(WorkerReport(faults={"learn": 2, "audit": 1}))
+    assert isinstance(joined, WorkerReport)
+    assert joined.faults == {"learn": 2, "audit": 1}
+
+
+def test_faults_cannot_be_armed_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH)
+    with pytest.raises(ConfigurationError, match=SWITCH):
+        FaultSwitch().arm("correct", "raise")
+
+
+@pytest.mark.parametrize(("seam", "kind"), [("nowhere", "raise"), ("correct", "sing")])
+def test_unknown_faults_are_refused(seam: str, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="seams are"):
+        FaultSwitch().arm(seam, kind)
+
+
+def test_references_are_kept_where_the_settings_say() -> None:
+    half = _worker()
+    assert half.config == ReuseConfig(policy="ridge")
+    kv = KV(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
+    assert half._kept(kv) is kv  # on a CPU both places are the same
