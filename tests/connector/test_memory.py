@@ -209,7 +209,7 @@ def test_a_lost_acknowledgement_ends_in_a_new_promise() -> None:
 
 def test_template_text_matures_where_nothing_repairs_it() -> None:
     """Or requests would be run densely to teach it for ever."""
-    half = make_half(repair=False, learn_rate=1.0, mature_examples=2, policy="ridge")
+    half = make_half(repair=False, learn_rate=1.0, mature_examples=2, policy="kvcomm")
     engine = Engine(half)
     reports, lessons = [], 0
     for number in range(12):
