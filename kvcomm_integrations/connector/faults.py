@@ -57,7 +57,7 @@ class FaultSwitch:
         self._armed: dict[Seam, Fault] = {}
 
     def arm(self, seam: str, kind: str, times: int = 1) -> None:
-        """Make a seam fail from now on.
+        """Make a seam fail the next ``times`` times that it is passed; 0 disarms it.
 
         Raises:
             ConfigurationError: faults are not allowed here, or the seam or kind does not exist.
@@ -66,6 +66,8 @@ class FaultSwitch:
             raise ConfigurationError(f"faults can only be injected where {SWITCH}=1 is set; this engine is not a test")
         try:
             self._armed[Seam(seam)] = Fault(Kind(kind), times)
+            if times <= 0:
+                del self._armed[Seam(seam)]
         except ValueError as error:
             raise ConfigurationError(f"{error}; seams are {[*Seam]}, kinds {[*Kind]}") from error
 

@@ -13,7 +13,7 @@ from kvcomm_integrations.engines.state import StateSummary
 from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.wire import KVCommParams, RequestReport
+from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,19 @@ class Engine(ABC):
         """Forget all corrections, or one tenant's."""
         raise EngineError(f"{type(self).__name__} learns nothing that could be forgotten")
 
+    async def arelease_session(self, session: str, *, tenant: str = "default", cache_salt: str | None = None) -> None:
+        """Drop what the engine keeps of a session's contents now, rather than after ``session_ttl_s`` of idleness.
+
+        Sends a request of one token; only a request with the session's own tenant and salt can release it.
+        """
+        async for _ in self.generate(_farewell(session, tenant, cache_salt)):
+            pass
+
+    def release_session(self, session: str, *, tenant: str = "default", cache_salt: str | None = None) -> None:
+        """``arelease_session`` for callers without an event loop."""
+        for _ in self.generate_sync(_farewell(session, tenant, cache_salt)):
+            pass
+
     @abstractmethod
     async def aclose(self) -> None:
         """Shut the engine down, waiting until its processes are gone. Idempotent."""
@@ -151,3 +164,9 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """``aclose`` for callers without an event loop."""
+
+
+def _farewell(session: str, tenant: str, cache_salt: str | None) -> GenerationRequest:
+    params = KVCommParams(session=session, tenant=tenant, mode=Mode.DENSE, release=True)
+    sampling = SamplingOptions(max_tokens=1, temperature=0)
+    return GenerationRequest(SegmentedPrompt((0,), ()), params, sampling, cache_salt=cache_salt)

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kvcomm_integrations.engines.stats import SchedulerSnapshot, StatsKeeper
 from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, EngineError, KVCommError
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.wire import RequestReport
+from kvcomm_integrations.wire import Mode, RequestReport
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -213,6 +214,26 @@ class InProcessEngine(Engine):
     # ---- generate --------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Answer a request; one that vLLM ended because a load failed is answered densely instead."""
+        async with contextlib.aclosing(self._attempt(request)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason != "error":
+                    yield delta
+                    continue
+                if delta.completion_tokens or request.params.mode is Mode.DENSE:
+                    raise EngineError("vLLM ended the request with an error; see its log above")
+                break
+            else:
+                return
+        dense = replace(request, params=request.params.model_copy(update={"mode": Mode.DENSE}), request_id=None)
+        async with contextlib.aclosing(self._attempt(dense)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "error":
+                    raise EngineError("vLLM ended the request with an error, twice; see its log above")
+                report = delta.report and delta.report.model_copy(update={"reason": "computed densely after a fault"})
+                yield replace(delta, report=report)
+
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 

@@ -13,6 +13,7 @@ from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import Client
 
 os.environ.setdefault("KVCOMM_PROGRESS", "0")
+os.environ.setdefault("KVCOMM_FAULT_INJECTION", "1")
 
 
 @pytest.fixture(scope="session")

@@ -85,3 +85,19 @@ def test_loading_into_the_same_context_changes_nothing(parallel: Client) -> None
     loaded = parallel.ask(prompt, agent="w", session="same", tokens=16)
     assert loaded.report.loaded > 0
     assert loaded.ids == dense.ids
+
+
+@pytest.mark.parametrize("seam", ["correct", "reference"])
+def test_a_fault_of_one_rank_is_answered_by_all(parallel: Client, seam: str) -> None:
+    """Ranks agree before the repair pass; else each would wait for another batch of the other."""
+    question = parallel.encode(" ".join(QUESTIONS) + f" Now with a fault in {seam}.")
+    parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session=seam)
+    prompt = parallel.prompt(system("solver"), ("user_question", question), END)
+    parallel.engine.call_workers("kvcomm_inject_fault", seam, "raise", 1, 1)
+    answer = parallel.ask(prompt, agent="s", session=seam, respond=False)
+    dense = parallel.ask(prompt, session=seam, mode=Mode.DENSE, salt=f"dense {seam}")
+    assert answer.report.loaded == 0
+    assert answer.report.reason.startswith("computed densely after a fault")
+    assert answer.ids == dense.ids
+    again = parallel.ask(prompt, agent="s", session=seam)
+    assert again.report.loaded > 0
