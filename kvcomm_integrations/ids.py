@@ -1,4 +1,4 @@
-"""Content ids: the same tokens give the same id in every process and on every machine."""
+"""Content ids and tenant salts: the same input gives the same id in every process and on every machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+
+DEFAULT_TENANT = "default"
+"""Tenant of requests that name none."""
 
 
 def content_id(token_ids: Sequence[int], *keys: str) -> str:
@@ -26,3 +29,10 @@ def content_id(token_ids: Sequence[int], *keys: str) -> str:
         packed.byteswap()
     digest.update(packed.tobytes())
     return digest.hexdigest()
+
+
+def tenant_salt(tenant: str) -> str | None:
+    """The prefix-cache salt of a tenant: a hash, because vLLM forbids some characters; none for the default tenant."""
+    if tenant == DEFAULT_TENANT:
+        return None
+    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"kvcomm-tenant").hexdigest()

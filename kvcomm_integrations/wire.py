@@ -17,6 +17,8 @@ WIRE_KEY = "kvcomm"
 WIRE_VERSION = 1
 MAX_SEGMENTS = 4096
 MAX_NAME = 256
+MAX_FIELDS = 64
+MAX_MESSAGE = 1024
 MAX_POSITION = 1 << 53
 
 
@@ -113,6 +115,8 @@ class KVCommParams(BaseModel):
         raw = params[WIRE_KEY]
         if not isinstance(raw, dict):
             raise WireError(f"kv_transfer_params[{WIRE_KEY!r}] must be an object, got {type(raw).__name__}")
+        if len(raw) > MAX_FIELDS:
+            raise WireError(f"kv_transfer_params[{WIRE_KEY!r}] has {len(raw)} fields, more than there are")
         segments = raw.get("segments", ())
         if isinstance(segments, (list, tuple)) and len(segments) > MAX_SEGMENTS:
             raise WireError(f"{len(segments)} segments are more than the {MAX_SEGMENTS} allowed")
@@ -121,7 +125,10 @@ class KVCommParams(BaseModel):
         except ValidationError as err:
             first = err.errors(include_input=False, include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "request"
-            raise WireError(f"kv_transfer_params[{WIRE_KEY!r}] is not valid at {where}: {first['msg']}") from err
+            message = (
+                f"kv_transfer_params[{WIRE_KEY!r}] is not valid at {where[:MAX_NAME]}: {first['msg'][:MAX_MESSAGE]}"
+            )
+            raise WireError(message) from err
         if parsed.segments and parsed.segments[-1].end > num_prompt_tokens:
             last = parsed.segments[-1]
             raise WireError(f"segment {last.name!r} ends at {last.end}, beyond the prompt's {num_prompt_tokens} tokens")

@@ -35,7 +35,6 @@ class Planner:
         self.edges = edges
         self.contents = contents
         self.workers = workers
-        self._random = random.Random(0)
 
     def refusal(self, request: Request, params: KVCommParams) -> str:
         """Why a request runs densely whatever it holds; empty if it need not."""
@@ -118,12 +117,13 @@ class Planner:
         traits = policy_traits(tracked.policy)
         if plan.first_approximate is None:
             return ""
-        if self._random.random() < self.config.audit_rate:
+        draw = random.Random(tracked.request.request_id)  # one generator for all would tell tenants of one another
+        if draw.random() < self.config.audit_rate:
             return "audit"
         if traits is None or not traits.learns:
             return ""
         examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
-        if min(examples) < self.config.mature_examples and self._random.random() < self.config.learn_rate:
+        if min(examples) < self.config.mature_examples and draw.random() < self.config.learn_rate:
             return "learning"
         return ""
 

@@ -58,6 +58,11 @@ class SchedulerHalf:
         if refusal and config.enabled:
             disabled = refusal
             logger.error("KV reuse is off: %s. Requests are served densely.", refusal)
+        if config.enabled and config.isolation is Isolation.GLOBAL:
+            logger.warning(
+                "Contents are shared by all tenants (isolation 'global'): by timing requests, anyone can find out "
+                "what others have sent (compare CVE-2025-46570). Use it only where all clients may know all contents."
+            )
         no_repair = "the workers have not reported yet" if config.repair else "it is switched off"
         self.workers = WorkersState(disabled, no_repair)
         ranks = vllm_config.parallel_config.world_size

@@ -11,6 +11,7 @@ from typing import Any
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.state import StateSummary
 from kvcomm_integrations.errors import EngineError
+from kvcomm_integrations.ids import tenant_salt
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
@@ -148,6 +149,11 @@ class Engine(ABC):
         """Drop what the engine keeps of a session's contents now, rather than after ``session_ttl_s`` of idleness.
 
         Sends a request of one token; only a request with the session's own tenant and salt can release it.
+
+        Args:
+            session: the session that is over.
+            tenant: whose session it is.
+            cache_salt: prefix-cache salt of its requests; ``None``: the tenant's, as chat models use it.
         """
         async for _ in self.generate(_farewell(session, tenant, cache_salt)):
             pass
@@ -169,4 +175,5 @@ class Engine(ABC):
 def _farewell(session: str, tenant: str, cache_salt: str | None) -> GenerationRequest:
     params = KVCommParams(session=session, tenant=tenant, mode=Mode.DENSE, release=True)
     sampling = SamplingOptions(max_tokens=1, temperature=0)
-    return GenerationRequest(SegmentedPrompt((0,), ()), params, sampling, cache_salt=cache_salt)
+    salt = tenant_salt(tenant) if cache_salt is None else cache_salt
+    return GenerationRequest(SegmentedPrompt((0,), ()), params, sampling, cache_salt=salt)

@@ -7,7 +7,6 @@ have said. Knows engines, prompts and codecs; no framework, no tensors.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineClosedError, EngineError
+from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.contents import ContentRegistry, response_name
 from kvcomm_integrations.prompts.messages import ChatMessage, arrange
 from kvcomm_integrations.wire import Mode
 
-DEFAULT_TENANT = "default"
 _FIRST_PAUSE = 0.25
 """Seconds before the first retry; doubles with each further one."""
 
@@ -290,13 +289,6 @@ class ChatRuntime:
         )
 
 
-def tenant_salt(tenant: str) -> str | None:
-    """The prefix-cache salt of a tenant: a hash, because vLLM forbids some characters; none for the default tenant."""
-    if tenant == DEFAULT_TENANT:
-        return None
-    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"kvcomm-tenant").hexdigest()
-
-
 def registry_session(tenant: str, session: str) -> str:
     """The key of a session in the content registry: sessions of two tenants may have the same name."""
     return session if tenant == DEFAULT_TENANT else f"{tenant}\0{session}"
@@ -327,4 +319,4 @@ def _too_slow(timeout: float | None) -> str:
     return f"no complete answer within timeout={timeout} s; raise timeout or lower max_tokens"
 
 
-__all__ = ["ChatRuntime", "PreparedChat", "runtime_for", "tenant_salt"]
+__all__ = ["DEFAULT_TENANT", "ChatRuntime", "PreparedChat", "runtime_for", "tenant_salt"]

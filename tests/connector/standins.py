@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -58,6 +59,7 @@ def make_request(
     salt: str | None = None,
     max_tokens: int = 64,
     request_id: str | None = None,
+    lora: LoRARequest | None = None,
 ) -> Request:
     extra = None if params is None else {"kv_transfer_params": {WIRE_KEY: params}}
     return Request(
@@ -67,12 +69,13 @@ def make_request(
         pooling_params=None,
         cache_salt=salt,
         block_hasher=HASHER,
+        lora_request=lora,
     )
 
 
 def exact_hashes(request: Request) -> list[bytes]:
     """The chain that a plain request with the same tokens and salt would have."""
-    plain = make_request(list(request.all_token_ids), salt=request.cache_salt)
+    plain = make_request(list(request.all_token_ids), salt=request.cache_salt, lora=request.lora_request)
     return list(plain.block_hashes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -139,3 +140,34 @@ def test_reports_come_back_as_they_went(segment: SegmentReport) -> None:
     report = RequestReport(segments=(segment,), reason="r")
     wired = json.loads(json.dumps({WIRE_KEY: report.model_dump(mode="json")}))
     assert RequestReport.from_transfer_params(wired) == report
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"segments": [{"kind": "placeholder", "name": "x", "start": i, "end": i + 1} for i in range(1_000_000)]},
+        {"segments": {str(i): i for i in range(1_000_000)}},
+        {"segments": "x" * 10_000_000},
+        {"segments": [_nested(100_000)]},
+        {"segments": [{"kind": "placeholder", "name": "x", "start": 10**400, "end": 2}]},
+        {"audit": ["ridge"] * 1_000_000},
+        {"agent": "x" * 50_000_000},
+        {"agent": _nested(100_000)},
+        {"x" * 10_000_000: 1},
+        {str(i): i for i in range(1_000_000)},
+    ],
+    ids=lambda raw: next(iter(raw))[:8],
+)
+def test_whatever_is_huge_is_refused_at_once_and_briefly(raw: Any) -> None:
+    started = time.perf_counter()
+    with pytest.raises(WireError) as refused:
+        KVCommParams.from_transfer_params({WIRE_KEY: raw}, 100)
+    assert time.perf_counter() - started < 1
+    assert len(str(refused.value)) < 2000
