@@ -123,6 +123,20 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     parser.set_defaults(command=_bench_planning)
+    parser = kinds.add_parser("isolation", help="can one tenant find out by timing what another has sent?")
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--guesses", type=_at_least_one, default=15, metavar="N", help="contents (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.set_defaults(command=_bench_isolation)
+
+
+def _bench_isolation(args: argparse.Namespace) -> int:
+    from kvcomm_integrations.demo import prepare_environment
+
+    args.model = args.model or prepare_environment()
+    run: Command = import_module("kvcomm_integrations.bench.isolation").run_isolation
+    return run(args)
 
 
 def _bench_fidelity(args: argparse.Namespace) -> int:
