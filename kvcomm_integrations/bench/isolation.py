@@ -127,7 +127,7 @@ def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[st
 
 
 def run_isolation(args: argparse.Namespace) -> int:
-    """``kvcomm bench isolation``: a line per isolation. Exit status 1 if one other than ``global`` gives anything away."""
+    """``kvcomm bench isolation``: a line per isolation. Exit status 1 if any but ``global`` gives something away."""
     contents = [problem.question for problem in generate_problems(args.guesses, seed=args.seed)]
     findings = []
     for isolation in (Isolation.SESSION, Isolation.TENANT, Isolation.GLOBAL):
