@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
+from kvcomm_integrations.connector.answers import Answers
 from kvcomm_integrations.connector.breaker import CircuitBreaker
 from kvcomm_integrations.connector.candidates import Planner
 from kvcomm_integrations.connector.compat import (
@@ -73,6 +74,7 @@ class SchedulerHalf:
         self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
         self.promises = Promises(self.index, self.contents, self.planner)
         self.jobs = Jobs(config, self.index, self.contents, self.workers)
+        self.answers = Answers(config, self.index, self.edges, self.workers, self.breaker)
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._tracked: dict[str, Tracked] = {}
         self._others: dict[str, Request] = {}
@@ -230,47 +232,7 @@ class SchedulerHalf:
 
     def acknowledge(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
-        if report.disabled and not self.workers.disabled:
-            self.workers.disabled = report.disabled
-            self.index.clear()
-            logger.error("KV reuse is off: %s. Requests are served densely.", report.disabled)
-        self.workers.verified = self.workers.verified or report.verified
-        if report.repair_known and self.config.repair and self.workers.repair_refusal != report.repair_refusal:
-            self.workers.repair_refusal = report.repair_refusal
-            if report.repair_refusal:
-                logger.warning(
-                    "The repair pass is off: %s. Plans stop at the first unknown token.", report.repair_refusal
-                )
-        for ref_id, reason in report.failed.items():
-            logger.warning("Reference %d was not stored: %s", ref_id, reason)
-            self.index.withdraw(ref_id)
-            self.breaker.fault("harvest", reason)
-        for ref_id, ranks in report.stored.items():
-            self.index.acknowledge(ref_id, ranks)
-            self.breaker.success("harvest")
-        for seam, count in report.faults.items():
-            for _ in range(count):
-                self.breaker.fault(seam, "see the worker's log")
-        for (policy, edge), examples in report.examples.items():
-            self.edges.learned(policy, edge, examples)
-            if examples:
-                self.breaker.success("learn")
-        for (policy, edge, ref_id), leverage in report.leverage.items():
-            entry = self.index.by_id(ref_id)
-            if entry is not None:
-                entry.leverage[(policy, edge)] = leverage
-        for audit in report.audits:
-            self.breaker.success("audit")
-            for edge in audit.edges:
-                self.edges.audited(audit.policy, edge, audit.kl[0])
-        for req_id, result in report.loads.items():
-            if result.fault:
-                self.breaker.fault("load", result.fault)
-            else:
-                self.breaker.success("load")
-            live = self._tracked.get(req_id)
-            if live is not None:
-                live.result = result
+        self.answers.take(report, self._tracked)
 
     def finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, well or not.
