@@ -105,6 +105,9 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="A,B",
         help="policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)",
     )
+    parser.add_argument(
+        "--gate", choices=("maturity", "entropy"), default="maturity", help="entropy: as in the papers (%(default)s)"
+    )
     parser.add_argument("--max-tokens", type=_at_least_one, default=48, metavar="N", help="length of answers, tokens")
     parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="positions compared")
     parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")

@@ -34,6 +34,18 @@ class Tokenization(StrEnum):
     CANONICAL = "canonical"
 
 
+class Gate(StrEnum):
+    """Who decides whether a content may be loaded, and how deep it is repaired.
+
+    ``maturity``: an edge's examples, how new the content is to them, and audits. ``entropy``: policies with a criterion
+    of their own (``kvcomm``, ``kvcmas``) load what it finds predictable; a request with any other content runs densely
+    and teaches them, as in their papers. Other policies keep to ``maturity``.
+    """
+
+    MATURITY = "maturity"
+    ENTROPY = "entropy"
+
+
 class ReuseConfig(BaseModel):
     """How KV is reused. Travels to the engine as ``kv_connector_extra_config``."""
 
@@ -71,6 +83,11 @@ class ReuseConfig(BaseModel):
     """Repaired share of the prompt's not yet exact tokens above which the request runs densely."""
     max_repair_tokens: int = Field(default=4096, ge=0)
     """Tokens one step's repair pass may hold; requests beyond it wait for the next step or run densely."""
+    gate: Gate = Gate.MATURITY
+    """Who decides whether a content may be loaded. The threshold of ``entropy`` is the policies' option ``gamma``."""
+    chain: bool | None = None
+    """Take references from the agent that consumed a content just before, if that one ran dense; costs one more
+    reference for every agent that consumes a content densely. ``None``: as the policy wants (``kvcmas`` does)."""
     strict: bool = False
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)

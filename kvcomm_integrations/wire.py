@@ -135,6 +135,32 @@ class KVCommParams(BaseModel):
         return parsed
 
 
+class EdgeReport(BaseModel):
+    """What is known of the way a content took: from whose cache, to whom, and what audits made of it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str
+    """Agent whose cache the reference was taken from."""
+    target: str
+    """Agent whose prompt it goes into."""
+    name: str
+    """Placeholder."""
+    reference: str = ""
+    """Why this reference: producer, first consumer, or the previous one in a chain."""
+    health: str = "open"
+    """``open``, ``deeper`` (repaired deeper) or ``closed`` (not loaded)."""
+    why: str = ""
+    """Why it is open, deeper or closed."""
+    audits: int = 0
+    """Audits since that last changed."""
+    divergence: float | None = None
+    """Last audited first-token KL, nats; ``None`` before the first audit, or if it was not a finite number."""
+    divergence_low: float | None = None
+    divergence_high: float | None = None
+    """90 % bounds of the mean over these audits, nats."""
+
+
 class SegmentReport(BaseModel):
     """What happened to one segment. Token counts add up to ``end - start``.
 
@@ -160,6 +186,8 @@ class SegmentReport(BaseModel):
     """Dense observations the edge had learned from when the plan was made."""
     reason: str = ""
     """Why the segment was loaded as it was, or why not."""
+    edge: EdgeReport | None = None
+    """The edge the segment was judged on; ``None`` where there was no reference to judge."""
 
 
 class RequestReport(BaseModel):

@@ -20,7 +20,7 @@ from rich.table import Table
 from kvcomm_integrations.bench.asking import Asker
 from kvcomm_integrations.bench.prompting import AGENTS, Turn
 from kvcomm_integrations.bench.scores import Score, as_config, chosen_contents, chosen_policies, save, show_scores
-from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.config import EngineConfig, Gate, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.reuse.policies import POLICY_NAMES, policy_traits
 from kvcomm_integrations.wire import Mode
@@ -37,9 +37,8 @@ def run_fidelity(args: argparse.Namespace) -> int:
     """
     policies = chosen_policies(args)
     taught, measured = chosen_contents(args)
-    reuse = ReuseConfig(
-        audit_rate=0, learn_rate=0, max_repair_share=1.0, variants=tuple(p for p in policies if p not in POLICY_NAMES)
-    )
+    variants = tuple(name for name in policies if name not in POLICY_NAMES)
+    reuse = ReuseConfig(gate=Gate(args.gate), audit_rate=0, learn_rate=0, max_repair_share=1.0, variants=variants)
     engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse))
     try:
         result = _measure(Asker(engine, args.max_tokens), policies, taught, measured, args)

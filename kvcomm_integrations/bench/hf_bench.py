@@ -12,10 +12,10 @@ from kvcomm_integrations.bench.hf_model import DenseAnswer, HFModel
 from kvcomm_integrations.bench.hf_plan import Memory, Plan, covered, make_plan, pieces
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.bench.scores import Score
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Policy
+from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
 from kvcomm_integrations.reuse.references import Reference
 from kvcomm_integrations.wire import SegmentKind
 
@@ -54,9 +54,17 @@ class Bench:
         policies: names, with options if any.
         answer_tokens: length of answers.
         compared: positions of an answer that are compared.
+        gate: who decides what is loaded.
     """
 
-    def __init__(self, model: HFModel, policies: Sequence[str], answer_tokens: int, compared: int) -> None:
+    def __init__(
+        self,
+        model: HFModel,
+        policies: Sequence[str],
+        answer_tokens: int,
+        compared: int,
+        gate: Gate = Gate.MATURITY,
+    ) -> None:
         self.model = model
         self.policies: dict[str, Policy] = {name: create_policy(name) for name in policies}
         self.scores = {name: Score() for name in policies}
@@ -64,7 +72,7 @@ class Bench:
         self._answer_tokens = max(answer_tokens, compared)
         self._compared = compared
         self._memory = Memory()
-        self._config = ReuseConfig()
+        self._config = ReuseConfig(gate=gate)
         self._prompts = TeamPrompts(model.tokenizer)
 
     def ask(self, agent: str, content: str, turns: Sequence[Turn], *, teach: bool) -> Turn:
@@ -82,6 +90,7 @@ class Bench:
     def forget_contents(self) -> None:
         """Drop the references of shared contents: the next question begins."""
         self._memory.shared.clear()
+        self._memory.chain.clear()
 
     def _compare(self, name: str, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
         policy = self.policies[name]
@@ -137,24 +146,24 @@ class Bench:
                 errors.add(_at(kv, kept), _at(aligned, own), _at(truth, kept))
 
     def _learn(self, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
-        for piece in pieces(prompt, agent, self._memory, fixed=True):
-            shared = piece.segment.kind is SegmentKind.PLACEHOLDER
-            start = piece.segment.start
-            truth = self.model.plain(dense.kv, start, start + piece.tokens)
-            reference = KV(*(side[:, :, : piece.tokens] for side in piece.reference.kv))
-            for policy in self.policies.values():
-                if policy.learns and (shared or not policy.repairs):
-                    policy.observe(piece.edge, reference, truth)
-            if shared:
-                self._memory.examples[piece.edge] = self._memory.examples.get(piece.edge, 0) + 1
+        for policy in self.policies.values():
+            for piece in pieces(prompt, agent, self._memory, policy) if policy.learns else ():
+                start = piece.segment.start
+                reference = KV(*(side[:, :, : piece.tokens] for side in piece.reference.kv))
+                policy.observe(piece.edge, reference, self.model.plain(dense.kv, start, start + piece.tokens))
+        for segment in prompt.segments:
+            held = self._memory.shared.get(tuple(prompt.token_ids[segment.start : segment.end]))
+            if held is not None:
+                edge = Edge(held.source, agent, segment.name)
+                self._memory.examples[edge] = self._memory.examples.get(edge, 0) + 1
 
     def _remember(self, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
         """Keep references of what had none: the answer (its last token has no KV), contents, template text."""
         for segment in covered(prompt)[1:]:
             content = tuple(prompt.token_ids[segment.start : segment.end])
             if segment.kind is SegmentKind.PLACEHOLDER:
-                if content not in self._memory.shared:
-                    self._memory.shared[content] = self._reference(dense, segment.start, segment.end, agent)
+                self._memory.chain[content] = self._reference(dense, segment.start, segment.end, agent)
+                self._memory.shared.setdefault(content, self._memory.chain[content])
             elif (agent, content) not in self._memory.fixed:
                 self._memory.fixed[agent, content] = self._reference(dense, segment.start, segment.end, agent)
         start = len(prompt.token_ids)

@@ -18,6 +18,7 @@ from kvcomm_integrations.bench.hf_bench import Bench
 from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.prompting import AGENTS, Turn
 from kvcomm_integrations.bench.scores import as_config, chosen_contents, chosen_policies, save, show_scores
+from kvcomm_integrations.config import Gate
 
 
 def run_hf_fidelity(args: argparse.Namespace) -> int:
@@ -29,7 +30,7 @@ def run_hf_fidelity(args: argparse.Namespace) -> int:
     """
     policies = chosen_policies(args)
     taught, measured = chosen_contents(args)
-    bench = Bench(HFModel(args.model), policies, args.max_tokens, args.tokens)
+    bench = Bench(HFModel(args.model), policies, args.max_tokens, args.tokens, Gate(args.gate))
     result = measure(bench, taught, measured, AGENTS[: args.agents]) | {"config": as_config(args)}
     _show(result)
     save(result, args)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
-from kvcomm_integrations.reuse.gate import decide
+from kvcomm_integrations.reuse.gate import GateDecision, decide
 from kvcomm_integrations.reuse.policies.base import Edge, Policy, Readiness
 from kvcomm_integrations.reuse.references import Reference
 from kvcomm_integrations.wire import Segment, SegmentKind
@@ -21,11 +21,13 @@ class Memory:
 
     Args:
         shared: of placeholders, by their tokens; the producer's for responses, the first consumer's otherwise.
+        chain: of placeholders, the latest consumer's, for policies that want it; all consumers run dense here.
         fixed: of template text, by agent and tokens; the agent's own first run.
         examples: lessons by edge.
     """
 
     shared: dict[Content, Reference] = field(default_factory=dict)
+    chain: dict[Content, Reference] = field(default_factory=dict)
     fixed: dict[tuple[str, Content], Reference] = field(default_factory=dict)
     examples: dict[Edge, int] = field(default_factory=dict)
 
@@ -78,19 +80,19 @@ def covered(prompt: SegmentedPrompt) -> list[Segment]:
     return segments
 
 
-def pieces(prompt: SegmentedPrompt, agent: str, memory: Memory, *, fixed: bool) -> list[Piece]:
-    """Everything of a prompt after its beginning that has a reference.
+def pieces(prompt: SegmentedPrompt, agent: str, memory: Memory, policy: Policy) -> list[Piece]:
+    """Everything of a prompt after its beginning that the policy has a reference for.
 
-    Args:
-        fixed: template text too.
+    That includes template text where the policy does not repair it.
     """
+    shared = memory.shared | memory.chain if policy.chains else memory.shared
     found = []
     for number, segment in enumerate(covered(prompt)[1:], 1):
         content = tuple(prompt.token_ids[segment.start : segment.end])
         if segment.kind is SegmentKind.PLACEHOLDER:
-            reference, name = memory.shared.get(content), segment.name
+            reference, name = shared.get(content), segment.name
         else:
-            reference, name = (memory.fixed.get((agent, content)) if fixed else None), f"fixed:{number}"
+            reference, name = (None if policy.repairs else memory.fixed.get((agent, content))), f"fixed:{number}"
         if reference is not None:
             tokens = min(reference.tokens, segment.end - segment.start)
             found.append(Piece(segment, reference, Edge(reference.source, agent, name), tokens))
@@ -98,16 +100,18 @@ def pieces(prompt: SegmentedPrompt, agent: str, memory: Memory, *, fixed: bool) 
 
 
 def make_plan(prompt: SegmentedPrompt, agent: str, memory: Memory, policy: Policy, config: ReuseConfig) -> Plan | None:
-    """The plan of one policy, or ``None``: it loads no shared content.
+    """The plan of one policy, or ``None``: it loads no shared content, or its own gate asks for a dense run.
 
     The prompt's last token is computed in any case; so is everything after the last loaded one.
     """
     loads = []
-    for piece in pieces(prompt, agent, memory, fixed=not policy.repairs):
-        depth = _depth(piece, policy, memory.examples, config)
-        start = piece.segment.start + (depth or 0)
+    for piece in pieces(prompt, agent, memory, policy):
+        decision = _decide(piece, policy, memory.examples, config)
+        if decision.unpredictable:
+            return None
+        start = piece.segment.start + (decision.repair_depth if policy.repairs else 0)
         end = min(piece.segment.start + piece.tokens, len(prompt.token_ids) - 1)
-        if depth is not None and end > start:
+        if decision.load and end > start:
             loads.append(Load(piece, start, end))
     if all(load.piece.segment.kind is SegmentKind.FIXED for load in loads):
         return None
@@ -120,15 +124,11 @@ def make_plan(prompt: SegmentedPrompt, agent: str, memory: Memory, policy: Polic
     return Plan(exact, tuple(loads), tuple(gaps), position)
 
 
-def _depth(piece: Piece, policy: Policy, examples: Mapping[Edge, int], config: ReuseConfig) -> int | None:
-    """First tokens to repair, or ``None``: the gate refuses."""
+def _decide(piece: Piece, policy: Policy, examples: Mapping[Edge, int], config: ReuseConfig) -> GateDecision:
     if piece.segment.kind is SegmentKind.FIXED:
-        return 0
+        return GateDecision(True, 0, "template text")
     known = policy.ready(piece.edge, piece.reference.kv)
     # A policy that learns nothing repairs as deep as one that has seen the edge's examples.
     seen = known.examples if policy.learns else examples.get(piece.edge, 0)
     tokens = piece.segment.end - piece.segment.start
-    decision = decide(Readiness(seen, known.ready, known.leverage), config, tokens=tokens)
-    if not decision.load:
-        return None
-    return decision.repair_depth if policy.repairs else 0
+    return decide(Readiness(seen, known.ready, known.leverage), config, tokens=tokens, gates=policy.gates)

@@ -109,7 +109,7 @@ def show_scores(result: dict[str, Any], columns: Sequence[str], console: Console
     """Print one row per policy."""
     table = Table(title="Distance from dense (KL in nats, full vocabulary)")
     for column in ("policy", *columns):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+        table.add_column(column.replace("_", " "), justify="left" if column == "policy" else "right")
     for name, score in result["policies"].items():
         table.add_row(name, *(_number(score.get(column)) for column in columns))
     console.print(table)
@@ -118,7 +118,7 @@ def show_scores(result: dict[str, Any], columns: Sequence[str], console: Console
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value == int(value) and value >= 2 else f"{value:.4f}"
+    return f"{value:,.0f}" if value >= 1000 or (value == int(value) and value >= 2) else f"{value:.4f}"
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:

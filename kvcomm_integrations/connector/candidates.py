@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.connector.compat import Request
 from kvcomm_integrations.connector.contents import Contents
 from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.index import EntryState, ReferenceIndex
-from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan
+from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan, unpredictable
 from kvcomm_integrations.connector.tracking import Tracked, WorkersState
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.wire import KVCommParams, Mode, Segment, SegmentKind
@@ -75,9 +75,10 @@ class Planner:
         tokens = segment.end - segment.start
         if tokens < self.config.min_segment_tokens:
             return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
-        entry, offset = self.contents.find(tracked, segment)
-        if entry is None or entry.state is not EntryState.READY:
+        found = self.contents.reference(tracked, segment, policy)
+        if found is None:
             return Candidate(segment, reason="not seen before")
+        entry, offset, why = found
         if not self.workers.verified:
             return Candidate(segment, reason="the rotation self-check has not run yet")
         edge = self.contents.edge(tracked, entry, segment.name)
@@ -86,12 +87,15 @@ class Planner:
         judge = policy if traits is not None and traits.learns else self.config.policy
         decision = self.edges.decide(judge, edge, entry, tokens)
         examples = self.edges.examples(policy, edge)
+        known = self.edges.report(judge, edge, why)
         if not decision.load:
-            return Candidate(segment, reason=decision.reason, examples=examples)
+            return Candidate(
+                segment, reason=decision.reason, examples=examples, edge=known, unpredictable=decision.unpredictable
+            )
         depth = decision.repair_depth if traits is not None and traits.repairs else 0
         leverage = entry.leverage.get((policy, edge))
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
-        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset)
+        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset, known)
 
     def _beginning_candidate(self, tracked: Tracked, segment: Segment) -> Candidate:
         """Template text at the prompt's beginning is copied exactly."""
@@ -120,7 +124,7 @@ class Planner:
         draw = random.Random(tracked.request.request_id)  # one generator for all would tell tenants of one another
         if draw.random() < self.config.audit_rate:
             return "audit"
-        if traits is None or not traits.learns:
+        if traits is None or not traits.learns or (traits.gates and self.config.gate is Gate.ENTROPY):
             return ""
         examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
         if min(examples) < self.config.mature_examples and draw.random() < self.config.learn_rate:
@@ -134,6 +138,8 @@ class Planner:
             return audits
         for policy in policies:
             candidates = self.candidates(tracked, policy)
+            if unpredictable(candidates):
+                continue
             plan = make_plan(tracked.prompt_tokens, exact, candidates, self.limits())
             if isinstance(plan, Plan) and plan.first_approximate is not None:
                 audits.append((policy, plan, candidates))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
 from kvcomm_integrations.connector.compat import Request
-from kvcomm_integrations.connector.index import ContentKey, Entry, ReferenceIndex
+from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
 from kvcomm_integrations.connector.plan import cover
 from kvcomm_integrations.connector.tracking import Tracked
 from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 
@@ -32,6 +34,14 @@ def content_scope(request: Request, params: KVCommParams, isolation: Isolation) 
 def names_session(scope: str, tenant: str, session: str) -> bool:
     """Whether a scope is that of a session, whatever its salt. No other kind of scope begins with a bracket."""
     return scope.startswith("[") and json.loads(scope)[1:] == [tenant, session]
+
+
+class Found(NamedTuple):
+    """A reference for a segment, the segment's first token in it, and why it was chosen."""
+
+    entry: Entry
+    offset: int
+    why: str
 
 
 class Contents:
@@ -96,6 +106,32 @@ class Contents:
         if entry is not None:
             return entry, 0
         return self.index.find_part(tracked.scope, ids) or (None, 0)
+
+    def reference(self, tracked: Tracked, segment: Segment, policy: str) -> Found | None:
+        """The reference to use for a segment, if one is ready.
+
+        The producer's for answers, the first consumer's otherwise. Where chains are wanted, that of the agent that
+        consumed the content just before, but only if that one ran dense: errors would add up otherwise.
+        """
+        entry, offset = self.find(tracked, segment)
+        if entry is None or entry.state is not EntryState.READY:
+            return None
+        first = "producer" if entry.produced else f"first {'dense ' if entry.dense else ''}consumer"
+        if not self.chains(policy) or entry.last_consumer in ("", tracked.params.agent):
+            return Found(entry, offset, first)
+        if not entry.last_dense:
+            return Found(entry, offset, f"{first}; the previous consumer was reused itself")
+        link = self.index.lookup(self.key(tracked, segment)._replace(consumer=entry.last_consumer))
+        if link is not None and link.state is EntryState.READY:
+            return Found(link, 0, "chain: previous consumer ran dense")
+        if entry.source == entry.last_consumer and not entry.produced:
+            return Found(entry, offset, "chain: previous consumer ran dense")
+        return Found(entry, offset, f"{first}; the previous consumer's reference is not held")
+
+    def chains(self, policy: str) -> bool:
+        """Whether references along the chain of agents are wanted."""
+        traits = policy_traits(policy)
+        return self.config.chain if self.config.chain is not None else traits is not None and traits.chains
 
     def edge(self, tracked: Tracked, entry: Entry, name: str) -> Edge:
         """Corrections are shared within a tenant, whatever the isolation of contents."""

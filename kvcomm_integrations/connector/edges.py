@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.index import Entry
 from kvcomm_integrations.reuse.gate import EdgeHealth, GateDecision, decide
+from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.reuse.policies.base import Edge, Readiness
+from kvcomm_integrations.wire import EdgeReport
 
 
 class EdgeBook:
@@ -51,7 +55,31 @@ class EdgeBook:
         """Whether a content may be loaded over an edge, and how deep its repair must be."""
         examples = self.examples(policy, edge)
         readiness = Readiness(examples, examples > 0, entry.leverage.get((policy, edge)))
-        return decide(readiness, self._config, tokens=tokens, health=self._health.get((policy, edge)))
+        traits = policy_traits(policy)
+        gates = traits is not None and traits.gates
+        return decide(readiness, self._config, tokens=tokens, health=self._health.get((policy, edge)), gates=gates)
+
+    def report(self, policy: str, edge: Edge, reference: str) -> EdgeReport:
+        """What a request's report says of an edge; ``reference``: why this reference was taken."""
+        health = self._health.get((policy, edge)) or EdgeHealth()
+        low, high = health.bounds() if health.audits else (None, None)
+        seen = f"{len(health.audits)} audits within {self._config.max_divergence:g} nats, or too few to tell"
+        return EdgeReport(
+            source=edge.source,
+            target=edge.target,
+            name=edge.name,
+            reference=reference,
+            health=health.verdict.value,
+            why=health.reason or (seen if health.audits else "no audits yet"),
+            audits=len(health.audits),
+            divergence=_finite(health.last),
+            divergence_low=_finite(low),
+            divergence_high=_finite(high),
+        )
 
     def __len__(self) -> int:
         return len(self._examples)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value

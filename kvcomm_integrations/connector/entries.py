@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 
 class ContentKey(NamedTuple):
-    """Who may share a content, and the hash of its tokens."""
+    """Who may share a content, and the hash of its tokens; for chain references, also who consumed it."""
 
     scope: str
     content: str
+    consumer: str = ""
 
 
 class EntryState(Enum):
@@ -45,3 +46,9 @@ class Entry:
     """Expected saved work per byte; see ``eviction``."""
     leverage: dict[tuple[str, object], float] = field(default_factory=dict)
     """By (policy, edge)."""
+    produced: bool = False
+    """An answer, held as its producer computed it."""
+    last_consumer: str = ""
+    """Agent that had the content in its prompt last; empty while only the producer knows it."""
+    last_dense: bool = False
+    """That agent's prompt was computed densely."""

@@ -96,8 +96,11 @@ class ReferenceIndex:
 
         Args:
             exact: the content begins a prompt and will be copied to the same positions.
-            parts_of: the content's token ids, if parts of it shall be found too.
-            tenant: whose share of the budget it takes.
+        entry = Entry(
+            next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact, tenant=tenant,
+            produced=bool(parts_of),
+        )  # fmt: skip
+        self._worth.rate(entry)
 
         Returns:
             ``None`` if the content is held or promised already, or cannot fit.
@@ -105,7 +108,10 @@ class ReferenceIndex:
         nbytes = tokens * self.bytes_per_token
         if key in self._entries or tokens <= 0 or not self._make_room(nbytes, tenant):
             return None
-        entry = Entry(next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact, tenant=tenant)
+        entry = Entry(
+            next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact, tenant=tenant,
+            produced=bool(parts_of),
+        )  # fmt: skip
         self._worth.rate(entry)
         self._entries[key] = entry
         self._by_id[entry.ref_id] = entry

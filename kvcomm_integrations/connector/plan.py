@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcomm_integrations.connector.index import Entry
-from kvcomm_integrations.wire import Segment, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, Segment, SegmentKind, SegmentReport
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Candidate:
     confidence: float | None = None
     examples: int = 0
     offset: int = 0
+    edge: EdgeReport | None = None
+    unpredictable: bool = False
+    """The policy's own criterion asks for a dense run of the whole request."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,11 @@ def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], l
     return Plan(exact, spans[best - 1].end, tuple(spans[:best]))
 
 
+def unpredictable(candidates: Sequence[Candidate]) -> str:
+    """Why the whole request is to run densely, if a content is unpredictable by its policy's own criterion."""
+    return next((f"{c.segment.name}: {c.reason}" for c in candidates if c.unpredictable), "")
+
+
 def describe(
     plan: Plan, prompt_tokens: int, candidates: Sequence[Candidate], *, materialised: bool
 ) -> tuple[SegmentReport, ...]:
@@ -158,6 +166,7 @@ def describe(
                 confidence=candidate.confidence if loaded else None,
                 examples=candidate.examples,
                 reason=candidate.reason,
+                edge=candidate.edge,
             )
         )
     return tuple(reports)

@@ -29,11 +29,17 @@ class Promises:
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             return
         self._promise_beginning(tracked)
+        policies = (tracked.policy, *tracked.params.audit)
+        links = not tracked.guard.active and any(map(self.contents.chains, policies))
         for segment in self.contents.placeholders(tracked):
-            if self.contents.find(tracked, segment)[0] is not None:
-                continue
+            key = self.contents.key(tracked, segment)
+            held = self.contents.find(tracked, segment)[0]
+            if held is not None:
+                if not links or held.source == tracked.params.agent:
+                    continue
+                key = key._replace(consumer=tracked.params.agent)
             entry = self.index.promise(
-                self.contents.key(tracked, segment),
+                key,
                 segment.end - segment.start,
                 name=segment.name,
                 source=tracked.params.agent,
@@ -43,8 +49,17 @@ class Promises:
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
-        if any(self.planner.loads_fixed(policy) for policy in (tracked.policy, *tracked.params.audit)):
+        if any(map(self.planner.loads_fixed, policies)):
             self._promise_fixed(tracked)
+
+    def note_consumer(self, tracked: Tracked) -> None:
+        """Remember who has a prompt's contents before them now, for whoever comes next."""
+        if tracked.refusal or tracked.params.mode is Mode.DENSE:
+            return
+        for segment in self.contents.placeholders(tracked):
+            entry = self.contents.find(tracked, segment)[0]
+            if entry is not None:
+                entry.last_consumer, entry.last_dense = tracked.params.agent, not tracked.guard.active
 
     def _promise_fixed(self, tracked: Tracked) -> None:
         for segment, name in self.contents.later_fixed(tracked):
@@ -92,9 +107,10 @@ class Promises:
             if traits is None or not traits.learns:
                 continue
             for segment in self.contents.placeholders(tracked):
-                entry, offset = self.contents.find(tracked, segment)
-                if entry is None or entry.state is not EntryState.READY:
+                found = self.contents.reference(tracked, segment, policy)
+                if found is None:
                     continue
+                entry, offset, _ = found
                 edge = self.contents.edge(tracked, entry, segment.name)
                 tokens = min(entry.tokens - offset, segment.end - segment.start)
                 tracked.observes.append(Lesson(policy, edge, entry.ref_id, offset, segment.start, tokens))

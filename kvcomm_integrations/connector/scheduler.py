@@ -32,7 +32,7 @@ from kvcomm_integrations.connector.index import ReferenceIndex
 from kvcomm_integrations.connector.isolation import HashGuard
 from kvcomm_integrations.connector.jobs import Jobs
 from kvcomm_integrations.connector.metadata import AuditJob, HarvestJob, ObserveJob, StepMetadata, WorkerReport
-from kvcomm_integrations.connector.plan import Candidate, cover, make_plan
+from kvcomm_integrations.connector.plan import Candidate, cover, make_plan, unpredictable
 from kvcomm_integrations.connector.promises import Promises
 from kvcomm_integrations.connector.tracking import Tracked, WorkersState
 from kvcomm_integrations.connector.waiting import hits_unwritten, may_wait, wants_promised
@@ -149,7 +149,9 @@ class SchedulerHalf:
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
             return 0
         tracked.candidates = self.planner.candidates(tracked, tracked.policy)
-        plan = make_plan(tracked.prompt_tokens, exact, tracked.candidates, self.planner.limits())
+        plan = unpredictable(tracked.candidates) or make_plan(
+            tracked.prompt_tokens, exact, tracked.candidates, self.planner.limits()
+        )
         tracked.plan_ms = (time.perf_counter() - started) * 1e3
         if isinstance(plan, str):
             tracked.reason = plan
@@ -188,6 +190,7 @@ class SchedulerHalf:
             tracked.admitted = True
             self.promises.promise_prompt(tracked)
             self.promises.prepare_observes(tracked)
+            self.promises.note_consumer(tracked)
 
     # ---- every step ------------------------------------------------------------------------------------------------
 

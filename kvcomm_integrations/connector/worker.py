@@ -323,6 +323,8 @@ class WorkerHalf:
             policy.observe(job.edge, KV(keys, values), truth)
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
             self._note_forgotten(job.policy, before)
+            if policy.gates:  # what has just become an anchor is predictable from now on
+                self._note_leverage(job.policy, policy, job.edge, reference)
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning from %s for %s failed", job.edge.source, job.edge.target)
             self._report.faults["learn"] = self._report.faults.get("learn", 0) + 1

@@ -27,7 +27,7 @@ from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.contents import ContentRegistry
 from kvcomm_integrations.prompts.messages import ChatMessage, clean_text
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.wire import RequestReport, Segment, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, RequestReport, Segment, SegmentKind, SegmentReport
 
 STYLES = {"exact": "green", "loaded": "cyan", "repaired": "yellow", "computed": "red"}
 """What can become of a token, and its colour."""
@@ -355,7 +355,19 @@ def _heading(segment: SegmentReport) -> Text:
         heading.append(f" · confidence {segment.confidence:.2f}")
     if segment.reason:
         heading.append(f" · {_visible(segment.reason)}", style="italic")
+    if segment.edge is not None:
+        heading.append(f"\n   {_edge(segment.edge, segment.examples)}", style="dim")
     return heading
+
+
+def _edge(edge: EdgeReport, examples: int) -> str:
+    """One line of what is known of an edge."""
+    told = [f"{edge.source} → {edge.target} ({edge.reference})", f"{examples} examples"]
+    if edge.divergence is not None:
+        told.append(f"last audit {edge.divergence:.3g} nats")
+    if edge.divergence_low is not None and edge.divergence_high is not None:
+        told.append(f"mean of {edge.audits} audits {edge.divergence_low:.3g} to {edge.divergence_high:.3g}")
+    return _visible(" · ".join([*told, f"{edge.health}: {edge.why}"]))
 
 
 def _body(segment: SegmentReport, parts: Iterable[tuple[str, str]]) -> Text:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.reuse.policies.base import Readiness
 
 FAMILIAR = 0.8
@@ -36,6 +36,8 @@ class GateDecision:
     """First tokens to be repaired if it is."""
     reason: str
     """Why, for the report."""
+    unpredictable: bool = False
+    """The policy's own criterion refuses: the whole request is to run densely, so that it becomes an example."""
 
 
 class Health(StrEnum):
@@ -61,12 +63,17 @@ class EdgeHealth:
     verdict: Health = Health.OPEN
     audits: deque[float] = field(default_factory=lambda: deque(maxlen=AUDITS_KEPT))
     """Divergences since the last change of verdict, nats."""
+    last: float | None = None
+    """The latest divergence, nats; ``None`` before the first audit."""
+    reason: str = ""
+    """Why the verdict is not what it was at first; empty if it never changed."""
     _examples: int | None = None
     """Examples when the verdict last changed; ``None`` until they are known."""
 
     def audited(self, divergence: float) -> None:
         """Note one audit, in nats. What is not a number counts as without bound."""
-        self.audits.append(math.inf if math.isnan(divergence) else max(0.0, divergence))
+        self.last = math.inf if math.isnan(divergence) else max(0.0, divergence)
+        self.audits.append(self.last)
 
     def judge(self, limit: float, examples: int) -> Health:
         """The verdict now.
@@ -80,11 +87,12 @@ class EdgeHealth:
         relearned = examples - self._examples >= FRESH_EXAMPLES
         low, high = self.bounds()
         if self.verdict is not Health.CLOSED and low > limit:
-            self._change(Health.DEEPER if self.verdict is Health.OPEN else Health.CLOSED, examples)
+            worse = Health.DEEPER if self.verdict is Health.OPEN else Health.CLOSED
+            self._change(worse, examples, f"{len(self.audits)} audits: more than {low:.3g} nats, limit {limit:g}")
         elif self.verdict is Health.CLOSED and relearned:
-            self._change(Health.DEEPER, examples)
+            self._change(Health.DEEPER, examples, f"closed by audits, then {FRESH_EXAMPLES} fresh examples")
         elif self.verdict is Health.DEEPER and relearned and high < limit:
-            self._change(Health.OPEN, examples)
+            self._change(Health.OPEN, examples, f"fresh examples, and audits below {high:.3g} nats")
         return self.verdict
 
     def bounds(self) -> tuple[float, float]:
@@ -97,13 +105,16 @@ class EdgeHealth:
         error = CONFIDENCE / math.sqrt(len(self.audits))
         return max(0.0, mean * (1 - error)), mean * (1 + error)
 
-    def _change(self, verdict: Health, examples: int) -> None:
+    def _change(self, verdict: Health, examples: int, reason: str) -> None:
         self.verdict = verdict
+        self.reason = reason
         self.audits.clear()
         self._examples = examples
 
 
-def decide(readiness: Readiness, config: ReuseConfig, *, tokens: int, health: EdgeHealth | None = None) -> GateDecision:
+def decide(
+    readiness: Readiness, config: ReuseConfig, *, tokens: int, health: EdgeHealth | None = None, gates: bool = False
+) -> GateDecision:
     """Decide on one content.
 
     Args:
@@ -111,11 +122,14 @@ def decide(readiness: Readiness, config: ReuseConfig, *, tokens: int, health: Ed
         config: thresholds and depths.
         tokens: length of the content.
         health: audits of the edge, if there were any.
+        gates: the policy has an entropy criterion, whose value in units of its threshold is the leverage.
     """
     examples = readiness.examples
     verdict = Health.OPEN if health is None else health.judge(config.max_divergence, examples)
     if verdict is Health.CLOSED:
         return GateDecision(False, 0, f"audits found more than {config.max_divergence} nats of divergence")
+    if gates and config.gate is Gate.ENTROPY:
+        return _by_entropy(readiness)
     trust = _familiarity(readiness.leverage)
     if config.strict and (examples < config.min_examples or trust == 0):
         why = "content is new to the edge" if examples >= config.min_examples else f"{examples} examples"
@@ -128,6 +142,16 @@ def decide(readiness: Readiness, config: ReuseConfig, *, tokens: int, health: Ed
     maturity = trust * min(1.0, examples / config.mature_examples)
     depth = deep - math.floor((deep - shallow) * maturity)
     return GateDecision(True, depth, _reason(readiness, trust, config))
+
+
+def _by_entropy(readiness: Readiness) -> GateDecision:
+    """The papers' anchor prediction: load if the entropy over anchors is within its threshold."""
+    if readiness.leverage is None:
+        return GateDecision(False, 0, f"entropy gate: {readiness.examples} anchors cannot predict it", True)
+    relation = f"entropy {readiness.leverage:.2f} of the threshold over {readiness.examples} anchors"
+    if readiness.leverage > 1:
+        return GateDecision(False, 0, f"entropy gate: {relation}", True)
+    return GateDecision(True, 0, relation)
 
 
 def _familiarity(leverage: float | None) -> float:

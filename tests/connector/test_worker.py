@@ -105,6 +105,21 @@ def test_an_edge_that_its_budget_evicts_has_no_examples_any_more() -> None:
     assert report.examples == {("ridge", EDGE): 0, ("ridge", EDGE._replace(target="c")): 1}
 
 
+def test_what_has_become_an_anchor_is_rated_again() -> None:
+    """Rated at its harvest, before the edge had anchors, it would stay unpredictable for good."""
+    half = _worker()
+    _fill(half, (0, 1, 2), 40, seed=1)
+    _harvest(half, 1, (0, 1, 2), 0, 40)
+    rated = []
+    for seed in (2, 3, 4):
+        _fill(half, (3, 4, 5), 40, seed=seed)
+        half.save(StepMetadata(observes=[ObserveJob("kvcomm", EDGE, 1, 0, (3, 4, 5), 0, 40)]))
+        report = half.take_report()
+        assert report is not None
+        rated.append(report.leverage.get(("kvcomm", EDGE, 1)))
+    assert rated[0] is None and rated[-1] is not None
+
+
 def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> None:
     half = _worker()
     _fill(half, (0, 1, 2), 40, seed=1)

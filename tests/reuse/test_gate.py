@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, EdgeHealth, Health, decide
 from kvcomm_integrations.reuse.policies.base import Readiness
 
@@ -116,3 +116,32 @@ def test_bounds_contain_the_mean_of_what_is_kept(divergences):
     low, high = health.bounds()
     kept = list(health.audits)
     assert low <= (sum(kept) / len(kept) if kept else 0) <= high
+
+
+ENTROPY = ReuseConfig(gate=Gate.ENTROPY)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "load"), [(0.0, True), (1.0, True), (1.001, False), (math.inf, False), (None, False)]
+)
+def test_the_entropy_gate_loads_what_is_predictable_and_asks_for_a_dense_run_otherwise(entropy, load):
+    decision = decide(Readiness(3, True, entropy), ENTROPY, tokens=50, gates=True)
+    assert (decision.load, decision.unpredictable) == (load, not load)
+    assert "3 anchors" in decision.reason
+
+
+def test_the_entropy_gate_is_for_policies_that_have_one_and_obeys_audits():
+    assert decide(Readiness(3, True, 5.0), ENTROPY, tokens=50).load
+    assert decide(Readiness(3, True, 5.0), ReuseConfig(), tokens=50, gates=True).load
+    closed = EdgeHealth(Health.CLOSED)
+    decision = decide(Readiness(3, True, 0.1), ENTROPY, tokens=50, health=closed, gates=True)
+    assert not decision.load and not decision.unpredictable
+
+
+def test_verdicts_give_their_reason():
+    health = EdgeHealth()
+    assert (health.last, health.reason) == (None, "")
+    for kl in (2.0, 2.0, 2.0):
+        health.audited(kl)
+    assert health.judge(0.5, 3) is Health.DEEPER
+    assert health.last == 2.0 and "limit 0.5" in health.reason

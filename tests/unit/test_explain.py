@@ -16,7 +16,7 @@ from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.messages import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.explain import Chat, Explanation, Forecast, beside, read_chat, read_report, show
-from kvcomm_integrations.wire import RequestReport, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -276,6 +276,21 @@ def test_command_with_a_report(write, model, tokenizer, capsys) -> None:
     assert cli.main(["explain", str(messages), "--model", str(model), "--report", str(file)]) == 0
     both = capsys.readouterr().out
     assert "20 loaded from somebody" in both and QUESTION[:40] in both
+
+
+def test_a_report_tells_what_is_known_of_each_edge(write, tokenizer, capsys) -> None:
+    report = Forecast(tokenizer).next(chat("critic")).report
+    edge = EdgeReport(
+        source="planner\x1b[2J", target="critic", name="user_question", reference="producer", health="deeper",
+        why="3 audits: more than 0.6 nats, limit 0.5", audits=3, divergence=0.75,
+        divergence_low=0.1, divergence_high=1.2,
+    )  # fmt: skip
+    told = report.segments[1].model_copy(update={"edge": edge, "examples": 7})
+    report = report.model_copy(update={"segments": (report.segments[0], told, *report.segments[2:])})
+    assert cli.main(["explain", "--report", str(write("report.json", report.model_dump_json()))]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "→ critic (producer) · 7 examples · last audit 0.75 nats · mean of 3 audits 0.1 to 1.2 · deeper:" in out
+    assert "\x1b" not in out
 
 
 def test_report_of_another_prompt(tokenizer) -> None:

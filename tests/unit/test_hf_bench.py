@@ -15,7 +15,7 @@ from kvcomm_integrations.bench.hf_bench import Bench, LayerErrors, joined
 from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.hf_plan import Memory, make_plan
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
-from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.reuse.policies import create_policy
 from kvcomm_integrations.reuse.policies.base import KV, Edge
 from kvcomm_integrations.reuse.references import Reference
@@ -79,6 +79,20 @@ def test_the_plan_repairs_as_the_gate_says(model: HFModel) -> None:
         assert [(load.start, load.end) for load in plan.loads] == [(segment.start + depth, segment.end - 1)]
         assert plan.end == segment.end - 1
     assert make_plan(prompt, "solver", Memory(), create_policy("ridge"), ReuseConfig()) is None
+
+
+def test_a_chain_is_for_policies_that_want_it_and_the_entropy_gate_asks_for_a_dense_run(model: HFModel) -> None:
+    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
+    (segment,) = prompt.segments
+    content = tuple(prompt.token_ids[segment.start : segment.end])
+    kv = torch.zeros(4, 4, len(content), 32)
+    memory = Memory(
+        shared={content: Reference(0, kv, kv, source="first")}, chain={content: Reference(0, kv, kv, source="last")}
+    )
+    for policy, source in (("kvcomm", "first"), ("kvcmas", "last")):
+        plan = make_plan(prompt, "solver", memory, create_policy(policy), ReuseConfig())
+        assert plan is not None and [load.piece.edge.source for load in plan.loads] == [source]
+        assert make_plan(prompt, "solver", memory, create_policy(policy), ReuseConfig(gate=Gate.ENTROPY)) is None
 
 
 def test_errors_are_relative_and_explained_counts_from_layer_1() -> None:

@@ -36,6 +36,8 @@ class PolicyTraits(NamedTuple):
     rotates: bool
     learns: bool
     needs_truth: bool = False
+    gates: bool = False
+    chains: bool = False
 
 
 def create_policy(name: str, **options: Any) -> Policy:
@@ -64,7 +66,9 @@ def create_policy(name: str, **options: Any) -> Policy:
 def policy_traits(name: str) -> PolicyTraits | None:
     """The traits of a policy or a variant of it, or ``None`` if there is none of that name."""
     policy = _load(name.partition(":")[0])
-    return None if policy is None else PolicyTraits(policy.repairs, policy.rotates, policy.learns, policy.needs_truth)
+    if policy is None:
+        return None
+    return PolicyTraits(*(getattr(policy, trait) for trait in PolicyTraits._fields))
 
 
 def _option(name: str, text: str) -> tuple[str, Any]:

@@ -65,6 +65,10 @@ class Policy(ABC):
     """Keys are rotated to the target position. Only ``full_share`` pastes them as they were."""
     needs_truth: ClassVar[bool] = False
     """It chooses what to recompute by looking at the true KV, so it can only be compared, not used to save time."""
+    gates: ClassVar[bool] = False
+    """``ready`` says whether a content may be loaded, by the entropy criterion of the policy's paper."""
+    chains: ClassVar[bool] = False
+    """It wants references of the agent that consumed the content just before."""
     learns: ClassVar[bool] = True
     """``observe`` does something; if not, no dense truth is ever extracted for it."""
 

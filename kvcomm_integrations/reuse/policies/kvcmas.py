@@ -21,8 +21,8 @@ class KVCMAS(KVCOMM):
     ``4 A layers rank (T + kv_heads * head_dim)`` numbers instead of ``4 A layers T kv_heads * head_dim``. Where no
     anchor is as long as the content, the longest one corrects the part it covers.
 
-    The paper's other half is the reference: it is taken from the agent that consumed the content just before (a chain
-    reference), which is the caller's choice. It pays only if that agent ran dense.
+    The paper's other half is the reference: the caller takes it from the agent that consumed the content just before (a
+    chain reference). It pays only if that agent ran dense, so otherwise the first reference is used.
 
     Args:
         rank (int, 16): rank of the factors; 16 loses nothing against full rank on the models measured.
@@ -30,6 +30,7 @@ class KVCMAS(KVCOMM):
     """
 
     name: ClassVar[str] = "kvcmas"
+    chains: ClassVar[bool] = True
 
     rank: int = 16
 

@@ -78,6 +78,7 @@ class KVCOMM(Policy):
 
     name: ClassVar[str] = "kvcomm"
     repairs: ClassVar[bool] = False
+    gates: ClassVar[bool] = True
 
     max_anchors: int = 20
     window: int = 5
