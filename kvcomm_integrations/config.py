@@ -54,7 +54,8 @@ class ReuseConfig(BaseModel):
     enabled: bool = True
     """Off: the connector harvests, loads and learns nothing; the engine equals plain vLLM."""
     policy: str = "ridge"
-    """Correction policy: ``ridge``, ``kvcomm``, ``kvcmas``, ``aligned``, ``full_share`` or ``cacheblend``."""
+    """Correction policy: ``ridge``, ``kvcomm``, ``kvcmas``, ``aligned``, ``full_share`` or ``cacheblend`` (which is for
+    comparison in audits: requests under it run densely)."""
     isolation: Isolation = Isolation.SESSION
     """Who may load a content."""
     min_segment_tokens: int = Field(default=8, ge=1)

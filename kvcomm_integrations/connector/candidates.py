@@ -55,7 +55,11 @@ class Planner:
                 return f"policy {policy!r} is not among the variants this engine was configured with"
         traits = policy_traits(params.policy or self.config.policy)
         if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
-            return "this policy needs a dense run to choose what it recomputes; it can only be audited"
+            name = params.policy or self.config.policy
+            return (
+                f"policy {name!r} runs densely: it chooses what to recompute by the true keys of layer 1, which only "
+                "an audit has; choose another policy, or compare it with kvcomm bench fidelity"
+            )
         return ""
 
     def candidates(self, tracked: Tracked, policy: str) -> list[Candidate]:

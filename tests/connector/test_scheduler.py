@@ -363,6 +363,15 @@ def test_requests_of_other_kinds_are_served_densely(changes: dict[str, Any]) -> 
     assert not kept and out["kvcomm"]["reason"]
 
 
+@pytest.mark.parametrize("engine_wide", [True, False])
+def test_a_policy_that_can_only_be_compared_runs_densely_and_says_why(engine_wide: bool) -> None:
+    engine = Engine(make_half(policy="cacheblend") if engine_wide else make_half())
+    engine.run(ask(), [1])
+    meta, report = engine.run(ask(other(1), **({} if engine_wide else {"policy": "cacheblend"})), [1])
+    assert meta.loads == [] and report["loaded"] == 0
+    assert "'cacheblend' runs densely" in report["reason"] and "kvcomm bench fidelity" in report["reason"]
+
+
 def test_only_configured_variants_of_policies_may_be_named() -> None:
     """Each keeps state of its own on the workers: requests must not be able to make up more of them."""
     engine = Engine(make_half(variants=("kvcmas:rank=4",)))

@@ -19,6 +19,10 @@ class CacheBlend(Aligned):
     Nothing is learned. Layer 1 is recomputed for all tokens; those whose KV deviates most there are recomputed in all
     layers. The policy names them (``select``), the engine recomputes.
 
+    The true keys of layer 1 are known in audits and benchmarks only. In real use they would take a forward through the
+    first two layers before anything is loaded, which the engine does not run, so requests under this policy are served
+    densely and their report says so.
+
     Args:
         share (float, 0.15): share of a content's tokens that is recomputed.
     """
