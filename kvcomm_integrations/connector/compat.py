@@ -5,6 +5,7 @@ Written against vLLM 0.32 and 0.33. Importing it imports vLLM; only `connector` 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "attention_layers",
     "block_hasher",
     "cache_bytes_per_token",
+    "calling_runner",
     "current_connector",
     "hash_block_size",
     "logits_of",
@@ -234,12 +236,27 @@ def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
         return logits
 
 
+def calling_runner() -> Any:
+    """The worker's model runner, found among the callers; ``None`` if none of them is one.
+
+    vLLM hands a connector neither the worker nor its model runner, but the runner is who calls
+    ``register_kv_caches``. Looking there works for every way of starting vLLM and changes nothing in it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__.endswith("ModelRunner"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
 def repair_refusal(runner: Any) -> str | None:
     """Why the repair pass cannot run on this model runner, or ``None`` if it can."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if runner is None:
-        return "the model runner was never attached"
+        return "no model runner registered the paged cache"
     if not isinstance(runner, GPUModelRunner):
         return f"the model runner {type(runner).__module__}.{type(runner).__name__} is not known"
     if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:

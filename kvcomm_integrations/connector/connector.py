@@ -21,6 +21,7 @@ from kvcomm_integrations.connector.compat import (
     Request,
     SchedulerOutput,
     VllmConfig,
+    unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.scheduler import SchedulerHalf
@@ -44,7 +45,7 @@ class KVCommConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
         else:
-            self._worker = WorkerHalf(vllm_config, config)
+            self._worker = WorkerHalf(vllm_config, config, unsupported_reason(vllm_config, kv_cache_config) or "")
         self._state_calls: StateCalls | None = None
 
     @property

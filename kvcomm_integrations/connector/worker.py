@@ -21,6 +21,7 @@ from kvcomm_integrations.connector.compat import (
     VllmConfig,
     agree_on_faults,
     attention_layers,
+    calling_runner,
     repair_refusal,
     write_with_engine,
 )
@@ -55,9 +56,10 @@ class WorkerHalf:
     Args:
         vllm_config: the engine's configuration.
         config: our settings.
+        refusal: why KV of this model cannot be reused; empty if it can.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: ReuseConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: ReuseConfig, refusal: str = "") -> None:
         self.config = config
         self._vllm_config = vllm_config
         self.cache: PagedCache | None = None
@@ -67,8 +69,9 @@ class WorkerHalf:
         self.faults = FaultSwitch()
         self.bad_blocks = BadBlocks()
         self._runner: Any = None
-        self._repair_refusal: str | None = "the model runner was never attached"
-        self.disabled = "" if config.enabled else "reuse is switched off"
+        self.repair_refusal: str | None = "the paged cache has not been made yet"
+        """Why the repair pass cannot run here; ``None`` where it can."""
+        self.disabled = refusal if config.enabled else "reuse is switched off"
         self.verified = False
         self._report = WorkerReport()
         self._released: set[str] = set()
@@ -86,9 +89,10 @@ class WorkerHalf:
         return self.cache.block_size
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """vLLM has made its paged cache: find out its layout and the model's rotation."""
+        """vLLM has made its paged cache: find out its layout, the model's rotation and the model runner."""
         if self.disabled or not caches:
             return
+        self.attach(calling_runner())
         layers = attention_layers(self._vllm_config)
         names = list(caches)
         try:
@@ -102,13 +106,12 @@ class WorkerHalf:
         except UnsupportedModelError as error:
             self.disable(str(error))
 
-    def attach(self, runner: Any) -> str | None:
-        """Make the model runner known, which the repair pass needs; returns why that pass cannot run, if so."""
+    def attach(self, runner: Any) -> None:
+        """Make the model runner known, which the repair pass needs."""
         self._runner = runner
-        self._repair_refusal = repair_refusal(runner)
+        self.repair_refusal = repair_refusal(runner)
         self._report.repair_known = True
-        self._report.repair_refusal = self._repair_refusal
-        return self._repair_refusal
+        self._report.repair_refusal = self.repair_refusal
 
     def disable(self, reason: str) -> None:
         """Stop reusing for good, with one clear error; the engine goes on serving densely."""
@@ -152,7 +155,7 @@ class WorkerHalf:
         """
         spans = [((job.exact, job.end),) if fault else job.gaps for job, fault in zip(jobs, faults, strict=True)]
         gaps = [gap for job, missing in zip(jobs, spans, strict=True) for gap in _gaps(job, missing)]
-        problem = self._repair_refusal
+        problem = self.repair_refusal
         if gaps and problem is None:
             assert self.cache is not None
             try:
@@ -366,7 +369,7 @@ class WorkerHalf:
         if report == WorkerReport() or self.faults.strike(Seam.REPORT):
             return None
         if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
-            report.repair_known, report.repair_refusal = True, self._repair_refusal
+            report.repair_known, report.repair_refusal = True, self.repair_refusal
         return report
 
     def _policy(self, name: str) -> Policy:

@@ -20,13 +20,6 @@ class KVCommWorkerExtension:
     model_runner: Any
     rank: int
 
-    def kvcomm_attach(self) -> str | None:
-        """Hand the model runner to the connector; returns why the repair pass cannot run, if so."""
-        connector = current_connector()
-        if not isinstance(connector, KVCommConnector):
-            return "this worker has no kvcomm connector"
-        return connector.worker_half.attach(self.model_runner)
-
     def kvcomm_stats(self) -> dict[str, Any]:
         """Sizes of what this worker holds, for tests and reports."""
         connector = current_connector()
@@ -42,6 +35,7 @@ class KVCommWorkerExtension:
             "repaired_tokens": half.repaired_tokens,
             "layout": half.cache.layout.value if half.cache else "",
             "disabled": half.disabled,
+            "repair_refusal": half.repair_refusal,
             "verified": half.verified,
         }
 

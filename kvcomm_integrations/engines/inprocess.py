@@ -196,8 +196,8 @@ class InProcessEngine(Engine):
             raise
         except Exception as error:
             raise EngineError(f"vLLM could not start with model {self.config.model!r}: {error}") from error
-        refusals = await self._llm.collective_rpc("kvcomm_attach")
-        self.repair_refusal = next((r for r in refusals if r), None)
+        stats = await self._llm.collective_rpc("kvcomm_stats")
+        self.repair_refusal = next((r["repair_refusal"] for r in stats if r["repair_refusal"]), None)
         await self._warm_start()
 
     async def _warm_start(self) -> None:
