@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+API_KEY_VARIABLE = "KVCOMM_API_KEY"
+"""Environment variable that holds a server's key where none is given."""
 
 
 class Isolation(StrEnum):
@@ -110,6 +115,33 @@ class ReuseConfig(BaseModel):
     state of its own within ``state_bytes``, so requests cannot make up more of them."""
 
 
+def api_key_from_environment() -> SecretStr | None:
+    """The key in ``KVCOMM_API_KEY``, if there is one."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return SecretStr(key) if key else None
+
+
+class HttpConfig(BaseModel):
+    """How a server is reached. Only used with ``EngineConfig.base_url``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    connect_timeout: float = Field(default=5.0, gt=0)
+    """Longest wait for a connection, seconds."""
+    read_timeout: float = Field(default=600.0, gt=0)
+    """Longest silence of the server, seconds: a queued or long prompt sends nothing before its first token."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries after a connection error that came before any token; other errors are never tried again."""
+    backoff: float = Field(default=0.25, ge=0)
+    """Pause before the first further try, seconds; doubles with each one."""
+    max_connections: int = Field(default=256, ge=1)
+    """Requests that may run at once; more wait for a connection."""
+    verify: bool = True
+    """Check the server's TLS certificate."""
+    ca_file: str | None = None
+    """PEM file with the certificate authority to trust in place of the system's."""
+
+
 class EngineConfig(BaseModel):
     """What identifies an engine. Two chat models with equal configurations share one engine."""
 
@@ -119,6 +151,12 @@ class EngineConfig(BaseModel):
     """Folder with weights and tokenizer, or a hub id."""
     base_url: str | None = None
     """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
+    api_key: SecretStr | None = Field(default_factory=api_key_from_environment)
+    """The server's key; read from ``KVCOMM_API_KEY`` if not given."""
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    """Timeouts, retries and TLS of a server's connections."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; ``None``: the model's, which a server that knows us hands out itself."""
     dtype: str = "auto"
     """Weights and cache type; ``auto`` is float32 on a CPU and the model's own type elsewhere."""
     max_model_len: int | None = Field(default=None, ge=16)
@@ -143,4 +181,5 @@ class EngineConfig(BaseModel):
 
     def key(self) -> str:
         """A string equal for equal configurations, used to share engines."""
-        return self.model_dump_json()
+        secret = self.api_key.get_secret_value() if self.api_key is not None else ""
+        return self.model_dump_json() + hashlib.sha256(secret.encode()).hexdigest()

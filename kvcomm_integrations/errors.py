@@ -26,9 +26,26 @@ class ContextOverflowError(KVCommError, ValueError):
 class EngineError(KVCommError, RuntimeError):
     """The engine could not be started, died, or refused a request."""
 
+    worth_retrying = True
+    """The same request may succeed if it is sent again."""
+
 
 class EngineClosedError(EngineError):
     """A call reached an engine that has been closed."""
+
+    worth_retrying = False
+
+
+class RequestRefusedError(EngineError):
+    """The engine is there and refuses this request; it would refuse it again."""
+
+    worth_retrying = False
+
+
+class ServerError(EngineError):
+    """A server cannot be reached, refuses a request, or fails. What may be tried again has been (``HttpConfig``)."""
+
+    worth_retrying = False
 
 
 class WireError(KVCommError, ValueError):

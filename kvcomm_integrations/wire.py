@@ -15,6 +15,12 @@ from kvcomm_integrations.errors import WireError
 
 WIRE_KEY = "kvcomm"
 WIRE_VERSION = 1
+INFO_PATH = "/v1/kvcomm"
+"""Where a server that knows us says so: a ``ServerInfo``."""
+TOKENIZER_PATH = "/v1/kvcomm/tokenizer"
+"""Where such a server hands out its tokenizer's files: a JSON object of names and texts."""
+SESSION_HEADER = "X-Session-ID"
+"""Header with a hash of tenant and session, by which routers keep a session on one replica."""
 MAX_SEGMENTS = 4096
 MAX_NAME = 256
 MAX_FIELDS = 64
@@ -217,3 +223,22 @@ class RequestReport(BaseModel):
         if not params or not isinstance(params.get(WIRE_KEY), dict):
             return None
         return cls.model_validate(params[WIRE_KEY])
+
+
+class ServerInfo(BaseModel):
+    """What a server that knows us says of itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    """Version of this package on the server."""
+    wire: int
+    """Wire version the server speaks."""
+    connector: bool
+    """The engine runs with our connector."""
+    refusal: str = ""
+    """Why this model's KV cannot be reused; empty if it can."""
+    repair_refusal: str | None = None
+    """Why the repair pass cannot run; ``None`` where it can."""
+    tenants: str = ""
+    """Where tenants come from: ``keys``, ``header``, or nowhere."""

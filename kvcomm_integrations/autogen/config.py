@@ -5,25 +5,23 @@ Knows no messages, no engine. Everything here can be written as JSON or YAML; se
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_serializer, field_validator
 
-from kvcomm_integrations.config import EngineConfig, ReuseConfig, Tokenization
+from kvcomm_integrations.config import (
+    EngineConfig,
+    HttpConfig,
+    ReuseConfig,
+    Tokenization,
+    api_key_from_environment,
+)
 from kvcomm_integrations.engines.chat import DEFAULT_TENANT
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.wire import Mode
 
-API_KEY_VARIABLE = "KVCOMM_API_KEY"
-
 M = TypeVar("M", bound=BaseModel)
-
-
-def _key_from_environment() -> SecretStr | None:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return SecretStr(key) if key else None
 
 
 class SamplingArguments(BaseModel):
@@ -111,8 +109,12 @@ class KVCommClientConfig(SamplingArguments, ReuseArguments):
     """Folder with weights and tokenizer, or a hub id."""
     base_url: str | None = None
     """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
-    api_key: SecretStr | None = Field(default_factory=_key_from_environment, exclude=True, repr=False)
+    api_key: SecretStr | None = Field(default_factory=api_key_from_environment, exclude=True, repr=False)
     """The server's key; read from ``KVCOMM_API_KEY`` if not given, and never written."""
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    """Timeouts, retries and TLS of the server's connections; a dict of its fields will do."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; ``None``: the model's."""
     max_retries: int = Field(default=2, ge=0)
     """Tries after an engine error that came before the first token."""
     model_info: dict[str, Any] | None = None
@@ -145,11 +147,18 @@ class KVCommClientConfig(SamplingArguments, ReuseArguments):
     def _plain_reuse(self, value: ReuseConfig) -> dict[str, Any]:
         return value.model_dump(mode="json", exclude_defaults=True)
 
+    @field_serializer("http")
+    def _plain_http(self, value: HttpConfig) -> dict[str, Any]:
+        return value.model_dump(mode="json", exclude_defaults=True)
+
     def engine_config(self) -> EngineConfig:
         """The settings that identify the client's engine."""
         return EngineConfig(
             model=self.model,
             base_url=self.base_url,
+            api_key=self.api_key,
+            http=self.http,
+            tokenizer=self.tokenizer,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             block_size=self.block_size,

@@ -21,7 +21,7 @@ from kvcomm_integrations.engines.codecs import codec_for
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
-from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineClosedError, EngineError
+from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
 from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.contents import ContentRegistry, response_name
@@ -201,7 +201,7 @@ class ChatRuntime:
                         yield piece
                 return
             except EngineError as err:
-                if begun or attempt == retries or isinstance(err, EngineClosedError):
+                if begun or attempt == retries or not err.worth_retrying:
                     raise
                 await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
 
@@ -247,7 +247,7 @@ class ChatRuntime:
                     yield piece
                 return
             except EngineError as err:
-                if begun or attempt == retries or isinstance(err, EngineClosedError):
+                if begun or attempt == retries or not err.worth_retrying:
                     raise
                 time.sleep(_FIRST_PAUSE * 2**attempt)
 

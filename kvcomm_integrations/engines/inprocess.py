@@ -23,7 +23,13 @@ from kvcomm_integrations.engines.progress import engine_start_progress
 from kvcomm_integrations.engines.state import Call, StateSummary, clear_state, load_state, save_state, state_place
 from kvcomm_integrations.engines.stats import SchedulerSnapshot, StatsKeeper
 from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
-from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, EngineError, KVCommError
+from kvcomm_integrations.errors import (
+    ContextOverflowError,
+    EngineClosedError,
+    EngineError,
+    KVCommError,
+    RequestRefusedError,
+)
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import Mode, RequestReport
 
@@ -64,7 +70,7 @@ class InProcessEngine(Engine):
     def tokenizer(self) -> ChatTokenizer:
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = ChatTokenizer.from_pretrained(self.config.model)
+                self._tokenizer = ChatTokenizer.from_pretrained(self.config.tokenizer or self.config.model)
             return self._tokenizer
 
     @property
@@ -248,7 +254,7 @@ class InProcessEngine(Engine):
                 "(max_model_len), answer included: shorten the conversation or raise max_model_len"
             )
         if tokens == 0:
-            raise EngineError("the prompt is empty")
+            raise RequestRefusedError("the prompt is empty")
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
@@ -269,8 +275,10 @@ class InProcessEngine(Engine):
             raise EngineError(
                 f"the vLLM engine for {self.config.model!r} has died; see its log above. The next call starts it anew"
             ) from error
-        except (EngineGenerateError, ValueError) as error:
-            raise EngineError(f"vLLM refused request {request_id}: {error}") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed at request {request_id}: {error}") from error
+        except ValueError as error:
+            raise RequestRefusedError(f"vLLM refused request {request_id}: {error}") from error
 
     def _forget_dead(self, llm: AsyncLLM) -> None:
         with self._lock:

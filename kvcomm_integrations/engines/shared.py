@@ -7,7 +7,6 @@ import threading
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Engine
-from kvcomm_integrations.errors import ConfigurationError
 
 _lock = threading.Lock()
 _engines: dict[str, Engine] = {}
@@ -17,7 +16,7 @@ def get_engine(config: EngineConfig) -> Engine:
     """The engine for a configuration, made on first use; nothing is started yet.
 
     Raises:
-        ConfigurationError: ``base_url`` is set but this build has no HTTP engine.
+        ConfigurationError: ``base_url`` is not an address.
     """
     with _lock:
         engine = _engines.get(config.key())
@@ -38,10 +37,9 @@ def close_engines() -> None:
 
 def _make(config: EngineConfig) -> Engine:
     if config.base_url is not None:
-        raise ConfigurationError(
-            f"base_url={config.base_url!r}: a vLLM server over HTTP is not supported yet; leave base_url out to run "
-            "the engine in this process"
-        )
+        from kvcomm_integrations.engines.http.engine import HttpEngine
+
+        return HttpEngine(config)
     from kvcomm_integrations.engines.inprocess import InProcessEngine
 
     return InProcessEngine(config)

@@ -74,6 +74,7 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
     optional = {
         "max_model_len": config.max_model_len,
         "block_size": config.block_size,
+        "tokenizer": config.tokenizer,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
     }

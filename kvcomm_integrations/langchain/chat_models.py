@@ -21,7 +21,7 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 
-from kvcomm_integrations.config import EngineConfig, ReuseConfig, Tokenization
+from kvcomm_integrations.config import API_KEY_VARIABLE, EngineConfig, HttpConfig, ReuseConfig, Tokenization
 from kvcomm_integrations.engines.base import Engine
 from kvcomm_integrations.engines.chat import DEFAULT_TENANT, ChatRuntime, runtime_for
 from kvcomm_integrations.engines.codecs import named_codec
@@ -35,8 +35,6 @@ from kvcomm_integrations.langchain.options import SAMPLING_FIELDS, CallOptions, 
 from kvcomm_integrations.langchain.profile import model_profile
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.wire import Mode, RequestReport
-
-API_KEY_VARIABLE = "KVCOMM_API_KEY"
 
 
 class ChatKVComm(BaseChatModel):
@@ -94,6 +92,10 @@ class ChatKVComm(BaseChatModel):
     """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
     api_key: SecretStr | None = Field(default_factory=secret_from_env(API_KEY_VARIABLE, default=None))
     """The server's key; read from ``KVCOMM_API_KEY`` if not given."""
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    """Timeouts, retries and TLS of the server's connections; a dict of its fields will do."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; ``None``: the model's."""
 
     temperature: float | None = None
     """0 is greedy; ``None``: the engine's default."""
@@ -159,6 +161,9 @@ class ChatKVComm(BaseChatModel):
         return EngineConfig(
             model=self.model,
             base_url=self.base_url,
+            api_key=self.api_key,
+            http=self.http,
+            tokenizer=self.tokenizer,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             block_size=self.block_size,

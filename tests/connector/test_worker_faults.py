@@ -42,7 +42,7 @@ def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The gaps that the repair pass was given."""
     gaps: list[Any] = []
     monkeypatch.setattr(worker_module, "repair", lambda runner, cache, found: gaps.extend(found))
-    half._repair_refusal = None
+    half.repair_refusal = None
     return gaps
 
 

@@ -1,0 +1,148 @@
+"""The HTTP engine: vLLM's OpenAI-compatible server behind the interface of every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import hashlib
+import threading
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest
+from kvcomm_integrations.engines.http.handshake import Server, shake_hands
+from kvcomm_integrations.engines.http.remote_tokenizer import fetch_tokenizer, local_tokenizer
+from kvcomm_integrations.engines.http.streaming import completion_body, read_deltas
+from kvcomm_integrations.engines.http.transport import Transport, server_url
+from kvcomm_integrations.engines.loop import LoopThread
+from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, RequestRefusedError
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import SESSION_HEADER
+
+
+class HttpEngine(Engine):
+    """A vLLM server, reached through one pool of connections in a thread of its own.
+
+    Nothing is sent before first use. The server may run our connector (then prompts are reused as in this process) or
+    not (then it is an ordinary vLLM server, and one warning says so).
+
+    Args:
+        config: ``base_url`` and ``model`` at least.
+
+    Raises:
+        ConfigurationError: the address cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        server_url(config.base_url)
+        self.config = config
+        self._lock = threading.RLock()
+        self._loop: LoopThread | None = None
+        self._transport: Transport | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._server: Server | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """``close`` has been called; the engine cannot be used again."""
+        return self._closed
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """See ``Engine.tokenizer``; asks the server where there is none on this machine."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = local_tokenizer(self.config)
+            if self._tokenizer is None:
+                loop, transport = self._connection()
+                self._tokenizer = loop.run(fetch_tokenizer(transport, self.config.model))
+            return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """See ``Engine.max_model_len``; the server's, or less if the configuration says so."""
+        return self.server.max_model_len
+
+    @property
+    def server(self) -> Server:
+        """What the handshake found out; it takes place on first use.
+
+        Raises:
+            EngineError: the server cannot be reached or does not fit; the next use tries again.
+        """
+        with self._lock:
+            if self._server is None:
+                tokenizer = self.tokenizer
+                loop, transport = self._connection()
+                self._server = loop.run(shake_hands(transport, self.config, tokenizer))
+            return self._server
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See ``Engine.generate``; closing the connection makes the server abort."""
+        if self._server is None:
+            await asyncio.to_thread(lambda: self.server)
+        loop, transport = self._connection()
+        make = lambda: self._generate(transport, request)  # noqa: E731
+        async with contextlib.aclosing(loop.stream(make)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
+        """See ``Engine.generate_sync``."""
+        self.server  # noqa: B018 - the handshake
+        loop, transport = self._connection()
+        yield from loop.stream_sync(lambda: self._generate(transport, request))
+
+    async def aclose(self) -> None:
+        """See ``Engine.aclose``. The server goes on."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """See ``Engine.close``. The server goes on."""
+        with self._lock:
+            self._closed = True
+            loop, transport, self._loop, self._transport = self._loop, self._transport, None, None
+        if loop is None:
+            return
+        if transport is not None:
+            loop.run(transport.aclose())
+        atexit.unregister(self.close)
+        loop.stop()
+
+    def _connection(self) -> tuple[LoopThread, Transport]:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError(
+                    f"the connection to {self.config.base_url} has been closed; make a new chat model"
+                )
+            if self._loop is None or self._transport is None:
+                self._transport = Transport(self.config)
+                self._loop = LoopThread("kvcomm-http")
+                atexit.register(self.close)
+            return self._loop, self._transport
+
+    async def _generate(self, transport: Transport, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        server = self._server
+        assert server is not None
+        tokens = len(request.prompt.token_ids)
+        if tokens == 0:
+            raise RequestRefusedError("the prompt is empty")
+        if tokens >= server.max_model_len:
+            raise ContextOverflowError(
+                f"the prompt has {tokens} tokens; the model {server.model!r} takes fewer than {server.max_model_len} "
+                "(max_model_len), answer included: shorten the conversation or serve it with a larger max_model_len"
+            )
+        request_id = request.request_id or f"kvcomm-{uuid.uuid4().hex}"
+        body = completion_body(request, server, request_id)
+        headers = {SESSION_HEADER: session_key(request.params.tenant, request.params.session)}
+        async with transport.lines("/v1/completions", body, headers) as lines:
+            async for delta in read_deltas(lines, request, lambda token: self.tokenizer.decode([token], False)):
+                yield delta
+
+
+def session_key(tenant: str, session: str) -> str:
+    """Hash of tenant and session: fits into a header whatever their names, and tells a router nothing."""
+    return hashlib.blake2b(f"{len(tenant)}:{tenant}{session}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,114 @@
+"""Whose request it is, as the server's operator says: by API key, or by a header that a trusted proxy sets.
+
+What a request's body says of its tenant only divides the server's tenant further; it never reaches another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.ids import DEFAULT_TENANT
+from kvcomm_integrations.serve.asgi import Scope, header
+
+KEYS_VARIABLE = "KVCOMM_TENANT_KEYS"
+"""Environment variable that names the file of keys for the server's processes."""
+HEADER_VARIABLE = "KVCOMM_TENANT_HEADER"
+"""Environment variable that names the trusted header."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+
+
+class UnknownTenantError(Exception):
+    """A request that belongs to no tenant; its text is for the client."""
+
+
+@dataclass(frozen=True)
+class Tenants:
+    """Where tenants come from. With neither keys nor header, all requests are the same tenant's."""
+
+    keys: Mapping[bytes, str] = field(default_factory=dict)
+    """Hash of an API key to tenant."""
+    header: str = ""
+    """Header that holds the tenant's name."""
+
+    @property
+    def source(self) -> str:
+        """``keys``, ``header``, or empty."""
+        return "keys" if self.keys else "header" if self.header else ""
+
+    @classmethod
+    def from_environment(cls) -> Tenants:
+        """As ``KVCOMM_TENANT_KEYS`` or ``KVCOMM_TENANT_HEADER`` say.
+
+        Raises:
+            ConfigurationError: both are set, or the file cannot be used.
+        """
+        path, name = os.environ.get(KEYS_VARIABLE, ""), os.environ.get(HEADER_VARIABLE, "")
+        if path and name:
+            raise ConfigurationError(
+                f"tenants come either from keys ({path!r}) or from a header ({name!r}), not from both; drop one"
+            )
+        return cls(keys=read_keys(Path(path)) if path else {}, header=name)
+
+    def of(self, scope: Scope) -> str | None:
+        """The tenant of a request; ``None`` where the server tells none apart.
+
+        Raises:
+            UnknownTenantError: the request shows no tenant, or an unknown one.
+        """
+        if self.keys:
+            scheme, _, key = header(scope, "authorization").partition(" ")
+            tenant = self.keys.get(_hash(key)) if scheme.lower() == "bearer" else None
+            if tenant is None:
+                raise UnknownTenantError("this server needs an API key that it knows: Authorization: Bearer <key>")
+            return tenant
+        if self.header:
+            name = header(scope, self.header)
+            if not _NAME.fullmatch(name):
+                raise UnknownTenantError(f"this server needs a tenant's name in the header {self.header}")
+            return name
+        return None
+
+
+def read_keys(path: Path) -> dict[bytes, str]:
+    """Hash of API key to tenant, from a JSON object of keys and tenants.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a name or key cannot be used. Shows no key.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the file of tenant keys {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not found:
+        raise ConfigurationError(f'{str(path)!r} must hold a JSON object {{"<API key>": "<tenant>", ...}}')
+    for number, (key, tenant) in enumerate(found.items(), 1):
+        if not key.strip() or not isinstance(tenant, str) or not _NAME.fullmatch(tenant):
+            raise ConfigurationError(
+                f"{str(path)!r}, entry {number}: the tenant {tenant!r} must be 1 to 64 letters, digits or _.@- and its "
+                "key not empty"
+            )
+    return {_hash(key): tenant for key, tenant in found.items()}
+
+
+def divided(tenant: str, said: str) -> str:
+    """The server's tenant, divided by what the body says; server-side names hold no slash, so none can be imitated."""
+    if said == DEFAULT_TENANT:
+        return tenant
+    return f"{tenant}/{hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def salt_of(tenant: str, salt: str) -> str:
+    """The prefix-cache salt of a tenant's request that brings a salt of its own, or an empty one."""
+    return hashlib.blake2b(json.dumps([tenant, salt]).encode(), digest_size=16, person=b"kvcomm-served").hexdigest()
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
