@@ -424,7 +424,7 @@ class ChatKVComm(BaseChatModel):
     def _identifying_params(self) -> Mapping[str, Any]:
         names = (
             "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "tenant", "mode", "policy", "dtype",
-            "max_model_len", "block_size", "tokenization", "chat_template_kwargs", "engine_args",
+            "max_model_len", "block_size", "tokenizer", "tokenization", "chat_template_kwargs", "engine_args",
             "tool_parser", "reasoning_parser",
         )  # fmt: skip
         return {**{name: getattr(self, name) for name in names}, "reuse": self.reuse.model_dump(mode="json")}
@@ -462,4 +462,5 @@ class ChatKVComm(BaseChatModel):
     def lc_attributes(self) -> dict[str, Any]:
         """Fields that are written in plain form."""
         reuse = self.reuse.model_dump(mode="json", exclude_defaults=True)
-        return {"mode": self.mode.value, "tokenization": self.tokenization.value, "reuse": reuse}
+        http = self.http.model_dump(mode="json", exclude_defaults=True)
+        return {"mode": self.mode.value, "tokenization": self.tokenization.value, "reuse": reuse, "http": http}

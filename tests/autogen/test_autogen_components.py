@@ -86,7 +86,8 @@ def test_every_setting_is_in_the_dump():
     dumped = KVCommChatCompletionClient(**SETTINGS, base_url="http://x/v1", agent="a", session="s", timeout=3,
                                         tool_parser="hermes", reasoning_parser="deepseek_r1", top_p=1, top_k=2,
                                         min_p=0.1, presence_penalty=1, frequency_penalty=1, repetition_penalty=1,
-                                        stop_token_ids=[1], logprobs=True, top_logprobs=2).dump_component()  # fmt: skip
+                                        stop_token_ids=[1], logprobs=True, top_logprobs=2, tokenizer="t",
+                                        http={"retries": 5}).dump_component()  # fmt: skip
     assert set(KVCommClientConfig.model_fields) - set(dumped.config) == {"api_key"}
 
 

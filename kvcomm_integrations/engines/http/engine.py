@@ -30,18 +30,19 @@ class HttpEngine(Engine):
 
     Args:
         config: ``base_url`` and ``model`` at least.
+        tokenizer: the model's, if it is loaded already.
 
     Raises:
         ConfigurationError: the address cannot be used.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: ChatTokenizer | None = None) -> None:
         server_url(config.base_url)
         self.config = config
         self._lock = threading.RLock()
         self._loop: LoopThread | None = None
         self._transport: Transport | None = None
-        self._tokenizer: ChatTokenizer | None = None
+        self._tokenizer = tokenizer
         self._server: Server | None = None
         self._closed = False
 

@@ -78,7 +78,7 @@ def served_model(listing: Any, config: EngineConfig) -> tuple[str, int | None]:
     models = listing.get("data", []) if isinstance(listing, dict) else []
     for key in ("id", "root"):
         for model in models:
-            if model.get(key) == config.model:
+            if str(model.get(key, "")).rstrip("/") == config.model.rstrip("/"):
                 return str(model["id"]), model.get("max_model_len")
     names = ", ".join(repr(model.get("id")) for model in models) or "nothing"
     raise ServerError(
