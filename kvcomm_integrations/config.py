@@ -108,6 +108,8 @@ class ReuseConfig(BaseModel):
     """Faults in a row after which reuse switches itself off for ``fault_pause_s``; 0: never."""
     fault_pause_s: float = Field(default=60.0, gt=0)
     """First pause after too many faults, seconds; it doubles with every relapse, up to an hour."""
+    metric_labels: int = Field(default=64, ge=0, le=4096)
+    """Agents, and edges, that have metric series of their own: the most used; all others share the label ``other``."""
     policy_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the policy's dataclass (rank, window, gamma, ...)."""
     variants: tuple[str, ...] = ()

@@ -16,7 +16,9 @@ from kvcomm_integrations.connector.compat import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorOutput,
+    KVConnectorPromMetrics,
     KVConnectorRole,
+    KVConnectorStats,
     KVConnectorWorkerMetadata,
     Request,
     SchedulerOutput,
@@ -24,8 +26,10 @@ from kvcomm_integrations.connector.compat import (
     unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
+from kvcomm_integrations.connector.prometheus import ReusePromMetrics
 from kvcomm_integrations.connector.scheduler import SchedulerHalf
 from kvcomm_integrations.connector.state_calls import StateCalls
+from kvcomm_integrations.connector.stats import ReuseStats
 from kvcomm_integrations.connector.worker import WorkerHalf
 from kvcomm_integrations.reuse.policies import create_policy
 
@@ -71,6 +75,27 @@ class KVCommConnector(KVConnectorBase_V1):
         if self._state_calls is None:
             self._state_calls = StateCalls(self._vllm_config, self.worker_half)
         return self._state_calls
+
+    # ---- statistics ------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is not None:
+            return self._scheduler.meter.take()
+        return self.worker_half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ReuseStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return ReusePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- scheduler half --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import math
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.index import Entry
-from kvcomm_integrations.reuse.gate import EdgeHealth, GateDecision, decide
+from kvcomm_integrations.reuse.gate import EdgeHealth, GateDecision, Health, decide
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.reuse.policies.base import Edge, Readiness
 from kvcomm_integrations.wire import EdgeReport
@@ -76,6 +76,15 @@ class EdgeBook:
             divergence_low=_finite(low),
             divergence_high=_finite(high),
         )
+
+    def verdicts(self) -> dict[Health, int]:
+        """Number of edges, seen by dense observations or audits, by what audits have made of them."""
+        known = {key for key, examples in self._examples.items() if examples} | self._health.keys()
+        counts = dict.fromkeys(Health, 0)
+        for key in known:
+            health = self._health.get(key)
+            counts[Health.OPEN if health is None else health.verdict] += 1
+        return counts
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -32,6 +32,7 @@ from kvcomm_integrations.connector.index import ReferenceIndex
 from kvcomm_integrations.connector.isolation import HashGuard
 from kvcomm_integrations.connector.jobs import Jobs
 from kvcomm_integrations.connector.metadata import AuditJob, HarvestJob, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.meter import Meter
 from kvcomm_integrations.connector.plan import Candidate, cover, make_plan, unpredictable
 from kvcomm_integrations.connector.promises import Promises
 from kvcomm_integrations.connector.tracking import Tracked, WorkersState
@@ -75,6 +76,7 @@ class SchedulerHalf:
         self.promises = Promises(self.index, self.contents, self.planner)
         self.jobs = Jobs(config, self.index, self.contents, self.workers)
         self.answers = Answers(config, self.index, self.edges, self.workers, self.breaker)
+        self.meter = Meter(config.metric_labels, config.policy, self.index, self.edges, self.breaker)
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._tracked: dict[str, Tracked] = {}
         self._others: dict[str, Request] = {}
@@ -97,6 +99,7 @@ class SchedulerHalf:
             params = KVCommParams.from_transfer_params(request.kv_transfer_params, request.num_prompt_tokens)
         except WireError as error:
             logger.warning("Request %s is served densely: %s", request.request_id, error)
+            self.meter.refused()
             params = KVCommParams(mode=Mode.DENSE)
             self._track(request, params, refusal=str(error))
             return
@@ -235,6 +238,7 @@ class SchedulerHalf:
 
     def acknowledge(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
+        self.meter.acknowledged(report)
         self.answers.take(report, self._tracked)
 
     def finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -261,7 +265,9 @@ class SchedulerHalf:
             self._finished.append((request.request_id, harvests, observes, audits))
         if tracked.params.release and self.config.isolation is Isolation.SESSION:
             self.index.withdraw_scope(tracked.scope)
-        return bool(harvests or observes or audits), {WIRE_KEY: tracked.report().model_dump(mode="json")}
+        report = tracked.report()
+        self.meter.finished(report, computed=tracked.prompt_done)
+        return bool(harvests or observes or audits), {WIRE_KEY: report.model_dump(mode="json")}
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""

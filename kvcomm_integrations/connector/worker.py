@@ -41,6 +41,8 @@ from kvcomm_integrations.connector.paged import PagedCache, probe_layout
 from kvcomm_integrations.connector.repair import Gap, repair
 from kvcomm_integrations.connector.rescue import BadBlocks
 from kvcomm_integrations.connector.selfcheck import check_rotation
+from kvcomm_integrations.connector.series import STATE_BYTES, STORE_BYTES
+from kvcomm_integrations.connector.stats import ReuseStats
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
 from kvcomm_integrations.reuse.policies import create_policy, policy_traits
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, is_finite
@@ -75,6 +77,8 @@ class WorkerHalf:
         self.verified = False
         self._report = WorkerReport()
         self._released: set[str] = set()
+        self._changed = True
+        """Something was stored, dropped or learned since the latest statistics."""
         self.audit_log: deque[AuditResult] = deque(maxlen=4096)
         """The latest audits, for whoever asks."""
         self.loaded_tokens = 0
@@ -218,6 +222,7 @@ class WorkerHalf:
 
     def save(self, meta: StepMetadata) -> None:
         """Audit, learn, drop and harvest as ordered; none of it can harm the requests."""
+        self._changed = self._changed or bool(meta.observes or meta.drops or meta.harvests)
         for audited in meta.audits:
             self._audit(audited)
         for job in meta.observes:
@@ -343,6 +348,7 @@ class WorkerHalf:
         policy = self._policy(name)
         before = policy.edges()
         yield policy
+        self._changed = True
         self._note_forgotten(name, before)
         for edge in policy.edges():
             self._report.examples[(name, edge)] = policy.ready(edge).examples
@@ -371,6 +377,16 @@ class WorkerHalf:
         if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
             report.repair_known, report.repair_refusal = True, self.repair_refusal
         return report
+
+    def take_stats(self) -> ReuseStats | None:
+        """Bytes held on this worker, or ``None`` if nothing was stored, dropped or learned since the last call."""
+        if not self._changed:
+            return None
+        self._changed = False
+        stats, rank = ReuseStats(), str(self._vllm_config.parallel_config.rank)
+        stats.gauge(STORE_BYTES, self.store.nbytes, rank)
+        stats.gauge(STATE_BYTES, sum(policy.state_bytes() for policy in self.policies.values()), rank)
+        return stats
 
     def _policy(self, name: str) -> Policy:
         if name not in self.policies:

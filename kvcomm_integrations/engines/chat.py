@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvcomm_integrations.engines.codecs import codec_for
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
+from kvcomm_integrations.engines.tracing import chat_span
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
 from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
 from kvcomm_integrations.prompts.builder import PromptBuilder
@@ -191,6 +192,13 @@ class ChatRuntime:
             TimeoutError: the answer took longer than ``timeout``.
             EngineError: the engine failed and no retry was left.
         """
+        with chat_span(self.engine.config, chat.request) as span:
+            async with aclosing(self._stream(chat, timeout, retries)) as pieces:
+                async for piece in pieces:
+                    span.note(piece)
+                    yield piece
+
+    async def _stream(self, chat: PreparedChat, timeout: float | None, retries: int) -> AsyncGenerator[Piece, None]:
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         for attempt in range(retries + 1):
             begun = False
@@ -231,11 +239,20 @@ class ChatRuntime:
         self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
     ) -> Generator[Piece, None, None]:
         """``stream`` for callers without an event loop."""
+        with (
+            chat_span(self.engine.config, chat.request) as span,
+            closing(self._stream_sync(chat, timeout, retries)) as pieces,
+        ):
+            for piece in pieces:
+                span.note(piece)
+                yield piece
+
+    def _stream_sync(self, chat: PreparedChat, timeout: float | None, retries: int) -> Generator[Piece, None, None]:
         if timeout is not None:
             # Only a task can be interrupted while it waits, so a time limit needs a loop.
             loop = LoopThread("kvcomm-timeout")
             try:
-                yield from loop.stream_sync(lambda: self.stream(chat, timeout=timeout, retries=retries))
+                yield from loop.stream_sync(lambda: self._stream(chat, timeout, retries))
             finally:
                 loop.stop()
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
@@ -51,6 +52,9 @@ def test_both_ranks_load_repair_and_learn(parallel: Client) -> None:
         assert ranks[0][field] == ranks[1][field]
     assert ranks[0]["loaded_tokens"] == reused.report.loaded
     assert ranks[0]["policies"] == ranks[1]["policies"] != {"ridge": 0}
+    for rank in range(2):
+        labels = {"model_name": parallel.engine.config.model, "engine": "0", "rank": str(rank)}
+        assert REGISTRY.get_sample_value("vllm:kvcomm_store_bytes", labels) == ranks[rank]["store_bytes"]
 
 
 def test_what_all_ranks_have_learned_is_one_file(parallel: Client, tmp_path: Path) -> None:
