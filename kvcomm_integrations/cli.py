@@ -220,22 +220,35 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _add_state(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    state = subcommands.add_parser("state", help="files of learned corrections: what is in them, and merging them")
+    state = subcommands.add_parser("state", help="learned corrections: save, load, merge, show and clear them")
     kinds = state.add_subparsers(title="actions", metavar="ACTION", required=True)
     parser = kinds.add_parser("show", help="check files and print what they hold")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
-    parser.set_defaults(command=_state("show"))
+    parser.set_defaults(command=_state("state.command", "show"))
     parser = kinds.add_parser("merge", help="one file that knows what several replicas have learned")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files to merge; each example once")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
-    parser.set_defaults(command=_state("merge"))
+    parser.set_defaults(command=_state("state.command", "merge"))
+    for action, text in {
+        "save": "have a running server write what it has learned",
+        "load": "have a running server learn what a file holds",
+        "clear": "have a running server forget what it has learned",
+    }.items():
+        parser = kinds.add_parser(action, help=text, description=f"{text}; KVCOMM_ADMIN_KEY holds its operator's key")
+        if action != "clear":
+            parser.add_argument("name", metavar="NAME", help="file in the server's folder (its KVCOMM_STATE_DIR)")
+        parser.add_argument("--server", required=True, metavar="URL", help="address of the server")
+        parser.add_argument("--tenant", help="only this tenant's corrections")
+        if action == "load":
+            parser.add_argument("--merge", action="store_true", help="in addition to what the server knows")
+        parser.set_defaults(command=_state("serve.state_client", action))
 
 
-def _state(action: str) -> Command:
+def _state(module: str, action: str) -> Command:
     def run(args: argparse.Namespace) -> int:
-        command: Command = getattr(import_module("kvcomm_integrations.state.command"), action)
+        command: Command = getattr(import_module(f"kvcomm_integrations.{module}"), action)
         return command(args)
 
     return run

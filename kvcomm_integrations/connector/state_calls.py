@@ -110,6 +110,11 @@ class StateCalls:
             raise StateFileError(f"nothing is learned here: {self._half.disabled or 'there is no paged cache yet'}")
         if self._config.parallel_config.pipeline_parallel_size > 1:
             raise StateFileError("learned corrections cannot be saved or loaded under pipeline parallelism")
+        if self._config.parallel_config.data_parallel_size > 1:
+            raise StateFileError(
+                "under data parallelism every engine learns on its own, and one file cannot hold that: run replicas as "
+                "servers of their own and merge their files"
+            )
         first, count = rank_heads(self._config)
         return HeadRange(first=first, count=count)
 

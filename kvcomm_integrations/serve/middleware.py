@@ -26,6 +26,7 @@ from kvcomm_integrations.serve.asgi import (
 )
 from kvcomm_integrations.serve.describe import describe, tokenizer_files
 from kvcomm_integrations.serve.reports import reporting, watch
+from kvcomm_integrations.serve.state import StateRoutes
 from kvcomm_integrations.serve.tenants import Tenants, UnknownTenantError, divided, salt_of
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
 
@@ -49,6 +50,7 @@ class KVCommMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._tenants = Tenants.from_environment()
+        self._state = StateRoutes.from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -57,6 +59,9 @@ class KVCommMiddleware:
             return
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
+            return
+        if self._state.wants(scope):
+            await self._state.answer(scope["app"].state.engine_client, scope, receive, send)
             return
         try:
             tenant = self._tenant(scope)

@@ -139,15 +139,15 @@ def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> Non
 
 def test_calls_about_state_answer_with_their_error(tmp_path: Path) -> None:
     half = _worker()
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=2))
     calls = StateCalls(config, half)
     assert "pipeline parallelism" in calls.call("save", str(tmp_path / "s"), None)["error"]
     assert "nothing has been loaded" in calls.call("apply", False)["error"]
+    config.parallel_config.pipeline_parallel_size = 1
+    assert "data parallelism" in calls.call("save", str(tmp_path / "s"), None)["error"]
     half.disable("an unknown layout")
     assert "an unknown layout" in calls.call("load", str(tmp_path / "s"), None)["error"]
     half.config = half.config.model_copy(update={"policy": "kvcomm"})
     half.disabled = ""
-    config.parallel_config.pipeline_parallel_size = 1
-    config.parallel_config.tensor_parallel_size = 1
     assert "'kvcomm' learns cannot be kept" in calls.call("save", str(tmp_path / "s"), None)["error"]
     assert not list(tmp_path.iterdir())
