@@ -20,6 +20,9 @@ from kvcomm_integrations.bench.prompting import AGENTS, Turn
 from kvcomm_integrations.bench.scores import as_config, chosen_contents, chosen_policies, save, show_scores
 from kvcomm_integrations.config import Gate
 
+COLUMNS = 8
+"""Groups of layers in the printed table."""
+
 
 def run_hf_fidelity(args: argparse.Namespace) -> int:
     """Run the benchmark as the command line asks for it and print its tables; returns the exit status.
@@ -69,14 +72,13 @@ def _show(result: dict[str, Any]) -> None:
                "repaired_share", "explained_keys", "explained_values", "state_bytes_per_edge", "n")  # fmt: skip
     show_scores(result, columns, console)
     table = Table(title="Relative error of loaded keys / values by layer")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     scored = {name: score for name, score in result["policies"].items() if "key_error" in score}
     layers = max((len(score["key_error"]) for score in scored.values()), default=0)
-    groups = [
-        range(start, min(start + max(1, layers // 10), layers)) for start in range(0, layers, max(1, layers // 10))
-    ]
+    width = -(-layers // COLUMNS)
+    groups = [range(start, min(start + width, layers)) for start in range(0, layers, width)] if layers else []
     for group in groups:
-        table.add_column(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]), justify="right")
+        table.add_column(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]), justify="right", no_wrap=True)
     for name, score in scored.items():
         cells = [
             f"{mean(score['key_error'][i] for i in group):.3f} / {mean(score['value_error'][i] for i in group):.3f}"

@@ -36,6 +36,10 @@ def names_session(scope: str, tenant: str, session: str) -> bool:
     return scope.startswith("[") and json.loads(scope)[1:] == [tenant, session]
 
 
+FIRST_DENSE = "\0first dense"
+"""In place of a consumer's name: the first who ran dense, where the very first did not."""
+
+
 class Found(NamedTuple):
     """A reference for a segment, the segment's first token in it, and why it was chosen."""
 
@@ -110,23 +114,32 @@ class Contents:
     def reference(self, tracked: Tracked, segment: Segment, policy: str) -> Found | None:
         """The reference to use for a segment, if one is ready.
 
-        The producer's for answers, the first consumer's otherwise. Where chains are wanted, that of the agent that
-        consumed the content just before, but only if that one ran dense: errors would add up otherwise.
+        The producer's for answers, otherwise the first dense consumer's, or the first one's until there is one. Where
+        chains are wanted, that of the agent that consumed the content just before, but only if that one ran dense:
+        errors would add up otherwise.
         """
         entry, offset = self.find(tracked, segment)
         if entry is None or entry.state is not EntryState.READY:
             return None
-        first = "producer" if entry.produced else f"first {'dense ' if entry.dense else ''}consumer"
+        key = self.key(tracked, segment)
+        first = Found(entry, offset, "producer" if entry.produced else "first consumer, reused itself in part")
+        if not entry.produced:
+            dense = entry if entry.dense else self._ready(key._replace(consumer=FIRST_DENSE))
+            first = first if dense is None else Found(dense, offset if dense is entry else 0, "first dense consumer")
         if not self.chains(policy) or entry.last_consumer in ("", tracked.params.agent):
-            return Found(entry, offset, first)
+            return first
         if not entry.last_dense:
-            return Found(entry, offset, f"{first}; the previous consumer was reused itself")
-        link = self.index.lookup(self.key(tracked, segment)._replace(consumer=entry.last_consumer))
-        if link is not None and link.state is EntryState.READY:
+            return first._replace(why=f"{first.why}; the previous consumer was reused itself")
+        link = self._ready(key._replace(consumer=entry.last_consumer))
+        if link is not None:
             return Found(link, 0, "chain: previous consumer ran dense")
-        if entry.source == entry.last_consumer and not entry.produced:
-            return Found(entry, offset, "chain: previous consumer ran dense")
-        return Found(entry, offset, f"{first}; the previous consumer's reference is not held")
+        if first.why == "first dense consumer" and first.entry.source == entry.last_consumer:
+            return first._replace(why="chain: previous consumer ran dense")
+        return first._replace(why=f"{first.why}; the previous consumer's reference is not held")
+
+    def _ready(self, key: ContentKey) -> Entry | None:
+        entry = self.index.lookup(key)
+        return entry if entry is not None and entry.state is EntryState.READY else None
 
     def chains(self, policy: str) -> bool:
         """Whether references along the chain of agents are wanted."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcomm_integrations.connector.candidates import Planner
-from kvcomm_integrations.connector.contents import Contents
-from kvcomm_integrations.connector.index import EntryState, ReferenceIndex
+from kvcomm_integrations.connector.contents import FIRST_DENSE, Contents
+from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
 from kvcomm_integrations.connector.tracking import Lesson, Tracked
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.wire import Mode
@@ -30,14 +30,14 @@ class Promises:
             return
         self._promise_beginning(tracked)
         policies = (tracked.policy, *tracked.params.audit)
-        links = not tracked.guard.active and any(map(self.contents.chains, policies))
         for segment in self.contents.placeholders(tracked):
             key = self.contents.key(tracked, segment)
             held = self.contents.find(tracked, segment)[0]
             if held is not None:
-                if not links or held.source == tracked.params.agent:
+                consumer = self._also_held_for(tracked, key, held)
+                if consumer is None:
                     continue
-                key = key._replace(consumer=tracked.params.agent)
+                key = key._replace(consumer=consumer)
             entry = self.index.promise(
                 key,
                 segment.end - segment.start,
@@ -51,6 +51,15 @@ class Promises:
                 tracked.harvests.append((entry, segment.start, segment.end))
         if any(map(self.planner.loads_fixed, policies)):
             self._promise_fixed(tracked)
+
+    def _also_held_for(self, tracked: Tracked, key: ContentKey, held: Entry) -> str | None:
+        """As whose reference a dense prompt keeps a content that is held already; ``None``: as nobody's."""
+        if tracked.guard.active or held.source == tracked.params.agent:
+            return None
+        if not held.dense and not held.produced and self.index.lookup(key._replace(consumer=FIRST_DENSE)) is None:
+            return FIRST_DENSE
+        chains = any(map(self.contents.chains, (tracked.policy, *tracked.params.audit)))
+        return tracked.params.agent if chains else None
 
     def note_consumer(self, tracked: Tracked) -> None:
         """Remember who has a prompt's contents before them now, for whoever comes next."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcomm_integrations.connector.metadata import WorkerReport
-from tests.connector.standins import Engine, make_half
+from tests.connector.standins import Engine, make_half, make_request, segment
 from tests.connector.test_scheduler import QUESTION, ask, other
 
 CHAIN = "chain: previous consumer ran dense"
@@ -73,6 +73,24 @@ def test_an_answer_comes_from_its_producer_until_somebody_has_read_it() -> None:
     engine.run(ask(other(3), answer, mode="observe"), [1])
     _, report = engine.run(ask(other(4), answer), [1])
     assert (edge_of(report)["source"], edge_of(report)["reference"]) == ("a3000", CHAIN)
+
+
+def test_the_first_dense_consumer_takes_over_from_one_that_was_reused_in_part() -> None:
+    """A content that first came up beside loaded ones was computed over estimates."""
+    engine = Engine(make_half())
+    learn(engine, 1)
+    fresh = list(range(700, 750))
+    prompt = [*other(2), *QUESTION, 5, *fresh, 7, 8, 9]
+    segments = [segment("placeholder", 9, 59, "user_question"), segment("placeholder", 60, 110, "tool:t:result")]
+    _, report = engine.run(make_request(prompt, {"segments": segments, "agent": "b"}), [1])
+    assert report["loaded"] and report["segments"][3]["computed"]
+    _, report = engine.run(ask(other(3), fresh), [1])
+    assert (edge_of(report)["source"], edge_of(report)["reference"]) == ("b", "first consumer, reused itself in part")
+    engine.run(ask(other(4), fresh, mode="observe"), [1])
+    for number in (5, 6):
+        _, report = engine.run(ask(other(number), fresh), [1])
+        assert (edge_of(report)["source"], edge_of(report)["reference"]) == ("a4000", "first dense consumer")
+        engine.run(ask(other(10 + number), fresh, mode="observe"), [1])
 
 
 def test_a_link_that_is_not_held_falls_back_to_the_first_reference() -> None:
