@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from kvcomm_integrations.config import Isolation, ReuseConfig
 from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.metadata import LoadResult, WorkerReport
+from kvcomm_integrations.reuse.policies import POLICY_NAMES
 from kvcomm_integrations.reuse.policies.base import Edge
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
 
@@ -361,6 +362,23 @@ def test_requests_of_other_kinds_are_served_densely(changes: dict[str, Any]) -> 
     assert engine.prefill(request).loads == []
     kept, out = engine.finish(request, [1])
     assert not kept and out["kvcomm"]["reason"]
+
+
+@pytest.mark.parametrize("policy", sorted({*POLICY_NAMES} - {"cacheblend"}))
+def test_the_last_token_is_computed_under_every_policy(policy: str) -> None:
+    """vLLM needs the prompt's last token for its logits; an answer's last token was sampled and never computed."""
+    engine = Engine(make_half())
+    answer = [500 + i for i in range(30)]
+    engine.run(ask(response_name="r"), [*answer, 0])
+    for content, held in ((QUESTION, len(QUESTION)), (answer, len(answer))):
+        system = other(1 + held)
+        prompt = [*system, *content]
+        segments = [segment("placeholder", len(system), len(prompt), "r")]
+        params = {"segments": segments, "agent": "b", "policy": policy}
+        meta, report = engine.run(make_request(prompt, params), [1])
+        (job,) = meta.loads
+        assert job.spans[-1].end == job.end == len(prompt) - 1
+        assert report["loaded"] > 0 and report["computed"] == 1
 
 
 @pytest.mark.parametrize("engine_wide", [True, False])

@@ -26,14 +26,16 @@ def affine_parts(dim: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return 0.3 * torch.randn(3, 2, 2 * dim, 2 * dim), torch.randn(3, 2, 1, 2 * dim)
 
 
-def test_an_affine_correction_is_found_exactly():
-    torch.manual_seed(0)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_an_affine_correction_is_found_exactly(seed):
+    torch.manual_seed(seed)
     weights, offset = affine_parts()
     ridge = Ridge(rank=8, penalty=1e-6)
     for tokens in (40, 30, 50, 45):
         reference = random_kv(tokens)
         ridge.observe(EDGE, reference, affine_truth(reference, weights, offset))
-    content = random_kv(20)
+    content = KV(*(0.7 * part for part in random_kv(20)))  # leverage below 0.8: the map is trusted fully
     ridge_estimate = ridge.correct(EDGE, content)
     assert largest_difference(ridge_estimate, affine_truth(content, weights, offset)) < 2e-3
 
