@@ -85,6 +85,8 @@ class Delta:
     """Prompt tokens that vLLM did not compute itself (exact, loaded and repaired)."""
     ttft_ms: float | None = None
     """Milliseconds from hand-over to the first token; on the last delta."""
+    queue_ms: float | None = None
+    """Milliseconds in the engine's queue before it was scheduled; on the last delta, if the engine knows."""
     report: RequestReport | None = None
 
 

@@ -20,6 +20,7 @@ from kvcomm_integrations.engines.base import Engine, GenerationRequest, Sampling
 from kvcomm_integrations.engines.codecs import codec_for
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.pieces import Piece
+from kvcomm_integrations.engines.runs import RunLog
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
 from kvcomm_integrations.engines.tracing import chat_span
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
@@ -42,6 +43,8 @@ class PreparedChat:
     codec: ToolCodec
     constrained: bool
     """The answer follows a JSON constraint the caller asked for."""
+    prepare_ms: float = 0.0
+    """What building the request took, milliseconds."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,6 +71,7 @@ class ChatRuntime:
         self._codec = codec
         self._registry = registry
         self._builder: PromptBuilder | None = None
+        self._runs: RunLog | None = None
         self._lock = threading.Lock()
 
     @property
@@ -76,6 +80,17 @@ class ChatRuntime:
         self.builder  # noqa: B018 - makes both
         assert self._registry is not None
         return self._registry
+
+    @property
+    def runs(self) -> RunLog:
+        """The latest requests of this engine."""
+        with self._lock:
+            if self._runs is None:
+                self._runs = RunLog(
+                    self.engine.config.model,
+                    decode=lambda ids: self.engine.tokenizer.decode(ids, skip_special=False),
+                )
+            return self._runs
 
     @property
     def codec(self) -> ToolCodec:
@@ -138,6 +153,7 @@ class ChatRuntime:
             ConfigurationError: no messages, or tools and choices that do not fit.
             ContextOverflowError: the prompt leaves no room for an answer.
         """
+        started = time.perf_counter()
         if not messages:
             raise ConfigurationError("a chat needs at least one message; got none")
         use = tool_use(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
@@ -169,7 +185,8 @@ class ChatRuntime:
         )
         salt = None if self.engine.config.reuse.isolation is Isolation.GLOBAL else tenant_salt(tenant)
         request = GenerationRequest(prompt=prompt, params=params, sampling=sampling, cache_salt=salt)
-        return PreparedChat(request=request, tools=use, codec=codec, constrained=constrained)
+        prepare_ms = (time.perf_counter() - started) * 1e3
+        return PreparedChat(request, tools=use, codec=codec, constrained=constrained, prepare_ms=prepare_ms)
 
     async def aprepare(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedChat:
         """``prepare`` in a thread: an event loop must not wait for a tokenizer or a starting engine."""
@@ -217,6 +234,7 @@ class ChatRuntime:
         self, chat: PreparedChat, deadline: float | None, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
         answer = self._collector(chat)
+        recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
         deltas = self.engine.generate(chat.request)
         try:
             while True:
@@ -229,11 +247,17 @@ class ChatRuntime:
                     if timeout is None:
                         raise
                     raise TimeoutError(_too_slow(timeout)) from err
+                recording.delta(delta)
                 for piece in answer.feed(delta):
                     yield piece
+            last = answer.last()
+            recording.done(last)
+        except BaseException as err:
+            recording.failed(err)
+            raise
         finally:
             await _aclose(deltas)
-        yield answer.last()
+        yield last
 
     def stream_sync(
         self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
@@ -270,15 +294,22 @@ class ChatRuntime:
 
     def _stream_once_sync(self, chat: PreparedChat) -> Iterator[Piece]:
         answer = self._collector(chat)
+        recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
         deltas = self.engine.generate_sync(chat.request)
         try:
             for delta in deltas:
+                recording.delta(delta)
                 yield from answer.feed(delta)
+            last = answer.last()
+            recording.done(last)
+        except BaseException as err:
+            recording.failed(err)
+            raise
         finally:
             close = getattr(deltas, "close", None)
             if close is not None:
                 close()
-        yield answer.last()
+        yield last
 
     def count_tokens(
         self,

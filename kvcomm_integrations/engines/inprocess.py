@@ -321,8 +321,15 @@ def _delta(output: RequestOutput, prompt_tokens: int, completion_before: int, tt
         completion_tokens=completion_before + len(ids),
         cached_tokens=output.num_cached_tokens or 0,
         ttft_ms=ttft_ms if last else None,
+        queue_ms=_queue_ms(output.metrics) if last else None,
         report=RequestReport.from_transfer_params(output.kv_transfer_params) if last else None,
     )
+
+
+def _queue_ms(metrics: Any) -> float | None:
+    """Milliseconds from arrival in the scheduler to the first step, by vLLM's own clock."""
+    queued, scheduled = getattr(metrics, "queued_ts", 0.0), getattr(metrics, "scheduled_ts", 0.0)
+    return max(0.0, (scheduled - queued) * 1e3) if queued and scheduled else None
 
 
 def _logprobs(steps: Any, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:

@@ -1,0 +1,132 @@
+"""A report on the requests of a run: as HTML for people, as JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.report.page import page
+
+
+class RunReport:
+    """What happened to the latest requests of an engine.
+
+    Args:
+        records: finished requests, the oldest first.
+        title: heading of the page.
+    """
+
+    def __init__(self, records: Iterable[RunRecord], title: str = "KV reuse report") -> None:
+        self.records = tuple(records)
+        self.title = title
+
+    @property
+    def last(self) -> RunRecord | None:
+        """The request that ended last; ``None`` if there is none."""
+        return self.records[-1] if self.records else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict per request; ``segments`` alone is a list. ``pandas.DataFrame(report.rows())`` is a table."""
+        return [record.model_dump(mode="json") for record in self.records]
+
+    def segment_rows(self) -> list[dict[str, Any]]:
+        """One flat dict per segment of every request, with the request's ``number``, ``agent`` and ``session``."""
+        return [
+            {"number": record.number, "agent": record.agent, "session": record.session, **part.model_dump(mode="json")}
+            for record in self.records
+            for part in record.segments
+        ]
+
+    def html(self) -> str:
+        """The report as one HTML page that needs nothing else."""
+        return page(self.records, self.title)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page to a file.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        return _write(Path(path), self.html())
+
+    def to_jsonl(self, path: str | Path) -> Path:
+        """Write one JSON object per request and line.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        return _write(Path(path), "".join(json.dumps(row) + "\n" for row in self.rows()))
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunReport:
+        """Read what ``to_jsonl`` wrote, or a JSON list of the same objects.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or holds something else.
+        """
+        path = Path(path)
+        try:
+            content = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigurationError(f"{path} cannot be read: {err}") from err
+        return cls(_parse(path, content), title=f"KV reuse report: {path.stem}")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        return f"RunReport({len(self.records)} requests)"
+
+
+def _parse(path: Path, content: str) -> list[RunRecord]:
+    try:
+        rows = json.loads(content) if content.lstrip().startswith("[") else None
+    except ValueError as err:
+        raise ConfigurationError(f"{path} is not valid JSON: {err}") from err
+    if rows is not None:
+        return [_record(path, number, row) for number, row in enumerate(rows, 1)]
+    records = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                records.append(_record(path, number, json.loads(line)))
+            except ValueError as err:
+                if isinstance(err, ConfigurationError):
+                    raise
+                raise ConfigurationError(f"{path} is not JSON lines: line {number}: {err}") from err
+    return records
+
+
+def _record(path: Path, number: int, row: Any) -> RunRecord:
+    if not isinstance(row, dict) or "agent" not in row or "segments" not in row:
+        raise ConfigurationError(
+            f"{path} holds no run: entry {number} has no 'agent' and 'segments', as model.report().to_jsonl(...) writes"
+        )
+    try:
+        return RunRecord.model_validate(row)
+    except ValidationError as err:
+        first = err.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{path} holds no run: entry {number}, {where}: {first['msg']}") from err
+
+
+def read_runs(paths: Sequence[Path]) -> RunReport:
+    """One report on the runs of several files."""
+    reports = [RunReport.read(path) for path in paths]
+    if len(reports) == 1:
+        return reports[0]
+    return RunReport(record for report in reports for record in report.records)
+
+
+def _write(path: Path, content: str) -> Path:
+    try:
+        path.write_text(content, encoding="utf-8", errors="replace")
+    except OSError as err:
+        raise ConfigurationError(f"cannot write {path}: {err.strerror or err}") from err
+    return path
