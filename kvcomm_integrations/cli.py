@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvcomm_integrations import __version__
 from kvcomm_integrations.errors import KVCommError
+from kvcomm_integrations.report.commands import add_commands as add_report_commands
 
 EXIT_ERROR = 2
 """Exit status for an error of ours, as for wrong usage."""
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(subcommands)
     _add_explain(subcommands)
     _add_model(subcommands)
+    add_report_commands(subcommands)
     _add_bench(subcommands)
     _add_state(subcommands)
     return parser
@@ -70,6 +72,12 @@ def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--max-tokens", type=_at_least_one, default=None, metavar="N", help="longest answer, tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement to FILE")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="also write a page on the run (FILE.jsonl: its requests, as JSON lines)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="for questions and sampling (default: %(default)s)")
     parser.set_defaults(command=_demo)
 

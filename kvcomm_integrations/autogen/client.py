@@ -45,6 +45,8 @@ from kvcomm_integrations.engines.shared import get_engine
 from kvcomm_integrations.engines.tool_codec import ToolCodec
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.report.live import LiveServer, serve_live
+from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import RequestReport
 
 
@@ -99,6 +101,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
     What was reused:
         ```python
         client.last_report  # the last request's report: exact, loaded, repaired, computed, and each segment
+        client.report().to_html("report.html")  # every request of this engine, as a page to look at
         ```
 
         The same report is the field ``kvcomm`` of every ``LLMCallEvent`` and ``LLMStreamEndEvent`` on AutoGen's event
@@ -161,6 +164,18 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         A report names its agent and session. Where several agents call at once, read the events instead.
         """
         return self._last_report
+
+    def report(self) -> RunReport:
+        """The latest requests of this client's engine, of every agent: ``to_html(path)``, ``to_jsonl(path)``."""
+        return RunReport(self.runtime.runs.records())
+
+    def live(self, *, port: int = 0) -> LiveServer:
+        """Serve a page with the same panels, updating, on this machine only; its address is ``.url``.
+
+        Raises:
+            ConfigurationError: the port is taken.
+        """
+        return serve_live(lambda: self.runtime.runs, port=port)
 
     # ---- generation ----------------------------------------------------------------------------------------------
 

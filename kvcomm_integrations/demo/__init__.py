@@ -40,6 +40,8 @@ def run_demo(args: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if args.json is not None:
         _check_writable(args.json)
+    if args.report is not None:
+        _check_writable(args.report)
     rounds = args.rounds or DEFAULT_ROUNDS
     questions = load_questions(args.questions) if args.questions else _own_questions(rounds + WARM_UP, args.seed)
     if len(questions) < rounds + WARM_UP:
@@ -57,6 +59,9 @@ def run_demo(args: argparse.Namespace) -> int:
     show(comparison)
     if args.json is not None:
         _write(args.json, as_json(comparison))
+    if args.report is not None:
+        runs = comparison.runs
+        (runs.to_jsonl if args.report.suffix in (".json", ".jsonl") else runs.to_html)(args.report)
     return 0
 
 

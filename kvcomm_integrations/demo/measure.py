@@ -16,6 +16,7 @@ from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.demo.graph import team
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.langchain import ChatKVComm
+from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import Mode, RequestReport
 
 
@@ -73,6 +74,8 @@ class Comparison:
 
     agents: list[AgentCalls]
     config: dict[str, Any]
+    runs: RunReport
+    """Every request, the warm-up's too."""
 
 
 def compare(
@@ -91,7 +94,8 @@ def compare(
         raise ConfigurationError(f"the demo has {len(ROLES)} roles; {agents} agents are too many")
     names = list(ROLES)[:agents]
     shared: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": max_tokens, "seed": seed}
-    teacher = team(ChatKVComm(mode=Mode.OBSERVE, tenant="reuse", **shared), names)
+    model_of_all = ChatKVComm(mode=Mode.OBSERVE, tenant="reuse", **shared)
+    teacher = team(model_of_all, names)
     ways = {
         "dense": team(ChatKVComm(mode=Mode.DENSE, tenant="dense", **shared), names),
         "reuse": team(ChatKVComm(mode=Mode.AUTO, tenant="reuse", **shared), names),
@@ -116,7 +120,7 @@ def compare(
         "seed": seed,
         "reuse": ReuseConfig().model_dump(mode="json"),
     }
-    return Comparison(list(calls.values()), config)
+    return Comparison(list(calls.values()), config, model_of_all.report())
 
 
 def _run(graph: Any, question: str) -> Iterator[tuple[str, Call]]:

@@ -34,6 +34,8 @@ from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, t
 from kvcomm_integrations.langchain.options import SAMPLING_FIELDS, CallOptions, call_options
 from kvcomm_integrations.langchain.profile import model_profile
 from kvcomm_integrations.langchain.structured import Method, structured_model
+from kvcomm_integrations.report.live import LiveServer, serve_live
+from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import Mode, RequestReport
 
 
@@ -80,7 +82,8 @@ class ChatKVComm(BaseChatModel):
         ```python
         answer.usage_metadata["input_token_details"]  # cache_read, kvcomm_exact, kvcomm_loaded, kvcomm_repaired
         answer.response_metadata["kvcomm"]["report"]  # per segment: source, confidence, reason
-        model.report()  # the last request's report
+        model.last_report  # the last request's report
+        model.report().to_html("report.html")  # every request of this engine, as a page to look at
         ```
     """
 
@@ -177,9 +180,22 @@ class ChatKVComm(BaseChatModel):
         """The chat runtime of this model's engine. Starts nothing by itself."""
         return runtime_for(self.engine or get_engine(self.engine_config))
 
-    def report(self) -> RequestReport | None:
+    @property
+    def last_report(self) -> RequestReport | None:
         """What happened to the prompt of the last finished request of this object; ``None`` before the first."""
         return self._last_report
+
+    def report(self) -> RunReport:
+        """The latest requests of this model's engine, of every agent: ``to_html(path)``, ``to_jsonl(path)``."""
+        return RunReport(self.runtime.runs.records())
+
+    def live(self, *, port: int = 0) -> LiveServer:
+        """Serve a page with the same panels, updating, on this machine only; its address is ``.url``.
+
+        Raises:
+            ConfigurationError: the port is taken.
+        """
+        return serve_live(lambda: self.runtime.runs, port=port)
 
     # ---- generation ----------------------------------------------------------------------------------------------
 

@@ -157,7 +157,9 @@ def read_report(path: Path) -> RequestReport:
         if isinstance(data, dict) and isinstance(data.get(key), dict):
             data = data[key]
     if not isinstance(data, dict) or "segments" not in data:
-        raise ConfigurationError(f"{path} holds no report: an object with 'segments' is needed, as in model.report()")
+        raise ConfigurationError(
+            f"{path} holds no report: an object with 'segments' is needed, as in model.last_report"
+        )
     try:
         return RequestReport.model_validate(data)
     except ValidationError as err:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from kvcomm_integrations.engines.runs import PHASES, RunRecord
 from kvcomm_integrations.wire import Mode, SegmentKind, SegmentReport
@@ -53,7 +54,12 @@ class EdgeFigures:
     repaired: int = 0
     examples: int = 0
     confidence: float | None = None
-    reason: str = ""
+    health: str = "open"
+    """``open``, ``deeper`` (repaired deeper) or ``closed`` (not loaded), after the latest audit."""
+    why: str = ""
+    audits: int = 0
+    divergence: float | None = None
+    """Last audited KL of the first token, nats."""
 
 
 @dataclass
@@ -109,23 +115,28 @@ def by_agent(records: Sequence[RunRecord]) -> list[AgentFigures]:
 
 
 def edges(records: Iterable[RunRecord]) -> list[EdgeFigures]:
-    """Every edge that has carried something, in order of first use; the latest request says how it stands."""
+    """Every edge that contents took or were kept from taking, in order; the latest request says how it stands."""
     found: dict[tuple[str, str, str], EdgeFigures] = {}
     for record in records:
         for part in record.segments:
-            if part.kind is SegmentKind.PLACEHOLDER and part.source:
-                key = (part.source, record.agent, part.name)
-                _count(found.setdefault(key, EdgeFigures(*key)), part)
+            told = getattr(part, "edge", None)
+            source = told.source if told is not None else part.source
+            if part.kind is SegmentKind.PLACEHOLDER and source:
+                key = (source, record.agent, part.name)
+                _count(found.setdefault(key, EdgeFigures(*key)), part, told)
     return list(found.values())
 
 
-def _count(edge: EdgeFigures, part: SegmentReport) -> None:
-    edge.requests += 1
+def _count(edge: EdgeFigures, part: SegmentReport, told: Any) -> None:
+    edge.requests += bool(part.loaded)
     edge.loaded += part.loaded
     edge.repaired += part.repaired
     edge.examples = part.examples
     edge.confidence = part.confidence
-    edge.reason = part.reason
+    edge.why = part.reason
+    if told is not None:
+        edge.health, edge.audits, edge.divergence = told.health, told.audits, told.divergence
+        edge.why = told.why or part.reason
 
 
 def sessions(records: Iterable[RunRecord]) -> dict[tuple[str, str, str], list[RunRecord]]:

@@ -19,7 +19,12 @@ def text(value: object) -> Markup:
     """A value as escaped text; control characters and halves of characters become visible."""
     if isinstance(value, Markup):
         return value
-    return Markup(html.escape("".join(map(_visible, str(value)))))
+    return Markup(html.escape(visible(str(value))))
+
+
+def visible(words: str) -> str:
+    """``words`` with control characters as pictures, and nothing that turns the direction of writing."""
+    return "".join(map(_visible, words))
 
 
 def join(*children: object) -> Markup:
@@ -33,7 +38,7 @@ def join(*children: object) -> Markup:
     return Markup("".join(parts))
 
 
-def tag(name: str, *children: object, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
     """An element.
 
     Args:

@@ -73,7 +73,7 @@ def test_usage_counts_what_was_reused_and_survives_merging(make):
     assert details(again)["cache_read"] == details(again)["kvcomm_exact"] > 0
     streamed = total(list(model.stream("q " * 50)))
     assert details(streamed) == details(again)
-    assert model.report().exact == details(again)["kvcomm_exact"]
+    assert model.last_report.exact == details(again)["kvcomm_exact"]
 
 
 def test_a_second_agent_loads_what_the_first_has_seen(make):

@@ -243,7 +243,7 @@ async def test_map_reduce(load, make_any, run):
     assert all(decode(found(editor)[note]).startswith("I am reader") for note in notes)
     questions = {found(request)["user_question"] for request in (*readers, editor)}
     assert len(questions) == 1 and decode(questions.pop()) == example.QUESTION
-    report = model.report()
+    report = model.last_report
     assert report is not None and all(part.loaded for part in report.segments if part.name == "user_question")
 
 

@@ -41,6 +41,7 @@ def test_demo_has_defaults(demo_calls: list[argparse.Namespace]) -> None:
         "rounds": None,
         "max_tokens": None,
         "json": None,
+        "report": None,
         "seed": 0,
     }
 
@@ -84,3 +85,11 @@ def test_model_prints_the_folder_only(demo_model: Path, capsys: pytest.CaptureFi
     assert cli.main(["model"]) == 0
     folder = Path(capsys.readouterr().out.removesuffix("\n"))
     assert (folder / "config.json").is_file()
+
+
+def test_report_makes_a_page(tmp_path: Path) -> None:
+    runs = tmp_path / "run.jsonl"
+    runs.write_text('{"agent": "critic", "segments": [], "prompt_tokens": 7}\n')
+    assert cli.main(["report", str(runs), "-o", str(tmp_path / "out.html")]) == 0
+    assert "critic" in (tmp_path / "out.html").read_text()
+    assert cli.main(["report", str(tmp_path / "none.jsonl")]) == 2

@@ -1,0 +1,126 @@
+"""The page: it shows the run's numbers, holds together without colour or script, and obeys no name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+
+import pytest
+
+from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.report.figures import by_agent, edges, totals
+from kvcomm_integrations.report.markup import tag
+from kvcomm_integrations.report.page import SECTIONS, live_page
+from kvcomm_integrations.report.run_report import RunReport
+
+HOSTILE = "<script>alert('x')</script>\"' onload=x \x1b[31m \ud800 \u202e"
+
+
+class Reader(HTMLParser):
+    """Collects elements and their attributes, and checks that all are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+    return reader
+
+
+def test_every_panel_is_there_and_labelled(run: list[RunRecord]) -> None:
+    page = RunReport(run).html()
+    reader = read(page)
+    ids = [attrs["id"] for _, attrs in reader.elements if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+    assert set(SECTIONS) <= set(ids)
+    targets = [str(attrs["href"])[1:] for name, attrs in reader.elements if name == "a"]
+    assert set(targets) <= set(ids)
+    for name, attrs in reader.elements:
+        if name == "section":
+            assert attrs["aria-labelledby"] in ids
+        if name == "svg":
+            assert attrs["aria-hidden"] == "true"
+    assert [name for name, _ in reader.elements].count("h1") == 1
+    assert page.count("<caption>") == page.count("<table>")
+
+
+def test_the_page_shows_the_runs_numbers(run: list[RunRecord]) -> None:
+    page = RunReport(run).html()
+    sums = totals(run)
+    assert sums.requests == 5 and f"<dd>{sums.skipped} (" in page
+    assert "request 2" in page and "45 loaded" in page and "maturing edge, 3 examples" in page
+    solver = next(agent for agent in by_agent(run) if agent.name == "solver")
+    assert solver.speedup == pytest.approx(3.0) and ">3.00<" in page
+    first, second, *_ = edges(run)
+    assert (first.source, first.target, second.source) == ("planner", "solver", "solver")
+    assert "1 of 5 requests ran densely as audits" in page
+    assert "ended with EngineError" in page
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_runs(run: list[RunRecord]) -> None:
+    page = RunReport(run).html()
+    assert "<script" not in page and "http" not in re.sub(r"http-equiv", "", page)
+    assert "default-src &#x27;none&#x27;" in page
+    assert len(page.encode()) < 100_000
+
+
+@pytest.mark.parametrize("field", ["agent", "session", "model", "tenant", "reason", "error", "finish_reason"])
+def test_a_hostile_name_is_harmless(field: str, record: Callable[..., RunRecord]) -> None:
+    rows = [record(**{field: HOSTILE}), record(source=HOSTILE, texts=(HOSTILE,) * 3, answer=HOSTILE)]
+    page = RunReport(rows, title=HOSTILE).html()
+    reader = read(page)
+    assert "script" not in {name for name, _ in reader.elements}
+    assert not [attrs for _, attrs in reader.elements if any(key.startswith("on") for key in attrs)]
+    assert "\x1b" not in page and "\u202e" not in page
+    page.encode("utf-8")
+
+
+def test_an_empty_run_has_a_page_too() -> None:
+    assert "No request has finished yet." in RunReport([]).html()
+    read(live_page([], "live", 0))
+
+
+def test_light_and_dark_have_contrast() -> None:
+    """Text against its background, by WCAG's formula: 4.5 for text, 3 for parts of pictures."""
+    from kvcomm_integrations.report import page as page_module
+
+    style = page_module._asset("style.css")
+    themes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{([^}]*)\}", style)]
+    assert len(themes) == 2
+    for theme in themes:
+        for ink in ("ink", "quiet", "link"):
+            for ground in ("paper", "panel"):
+                assert contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
+        for kind in ("exact", "loaded", "repaired", "computed", "queue", "plan", "load", "repair", "compute", "decode"):
+            assert contrast(theme[kind], theme["paper"]) >= 3, kind
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_markup_escapes_attributes_and_text() -> None:
+    assert tag("a", "<b>", [tag("i", 1), None], title='"x"', hidden=True, id=None, data_x=2) == (
+        '<a title="&quot;x&quot;" hidden data-x="2">&lt;b&gt;<i>1</i></a>'
+    )
