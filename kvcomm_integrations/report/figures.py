@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from kvcomm_integrations.engines.runs import PHASES, RunRecord
-from kvcomm_integrations.wire import Mode, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, Mode, SegmentKind, SegmentReport
 
 KINDS = ("exact", "loaded", "repaired", "computed")
 """What can become of a prompt token."""
@@ -119,7 +118,7 @@ def edges(records: Iterable[RunRecord]) -> list[EdgeFigures]:
     found: dict[tuple[str, str, str], EdgeFigures] = {}
     for record in records:
         for part in record.segments:
-            told = getattr(part, "edge", None)
+            told = part.edge
             source = told.source if told is not None else part.source
             if part.kind is SegmentKind.PLACEHOLDER and source:
                 key = (source, record.agent, part.name)
@@ -127,7 +126,7 @@ def edges(records: Iterable[RunRecord]) -> list[EdgeFigures]:
     return list(found.values())
 
 
-def _count(edge: EdgeFigures, part: SegmentReport, told: Any) -> None:
+def _count(edge: EdgeFigures, part: SegmentReport, told: EdgeReport | None) -> None:
     edge.requests += bool(part.loaded)
     edge.loaded += part.loaded
     edge.repaired += part.repaired

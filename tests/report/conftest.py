@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.engines.runs import RunRecord
-from kvcomm_integrations.wire import Mode, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, Mode, SegmentKind, SegmentReport
 
 
 def segments(source: str, name: str = "user_question") -> tuple[SegmentReport, ...]:
@@ -26,6 +26,7 @@ def segments(source: str, name: str = "user_question") -> tuple[SegmentReport, .
             confidence=0.75,
             examples=3,
             reason="maturing edge, 3 examples",
+            edge=EdgeReport(source=source, target="solver", name=name, audits=2, divergence=0.125),
         ),
         SegmentReport(kind=SegmentKind.FIXED, start=80, end=100, computed=20),
     )

@@ -67,6 +67,7 @@ def test_the_page_shows_the_runs_numbers(run: list[RunRecord]) -> None:
     assert solver.speedup == pytest.approx(3.0) and ">3.00<" in page
     first, second, *_ = edges(run)
     assert (first.source, first.target, second.source) == ("planner", "solver", "solver")
+    assert first.divergence == 0.125 and "0.125 nats" in page
     assert "1 of 5 requests ran densely as audits" in page
     assert "ended with EngineError" in page
 
