@@ -50,8 +50,9 @@ def definitions() -> Markup:
         viewBox="0 0 10 10",
         refX=9,
         refY=5,
-        markerWidth=7,
-        markerHeight=7,
+        markerWidth=12,
+        markerHeight=12,
+        markerUnits="userSpaceOnUse",
         orient="auto-start-reverse",
     )
     return tag("svg", tag("defs", patterns, arrow), width=0, height=0, aria_hidden="true", class_="defs")

@@ -9,6 +9,7 @@ from kvcomm_integrations.report.drawing import agent_bars, agent_graph, prompt_m
 from kvcomm_integrations.report.figures import KINDS, by_agent, edges, is_dense, sessions, totals
 from kvcomm_integrations.report.markup import Markup, join, tag
 from kvcomm_integrations.report.words import milliseconds, moment, share
+from kvcomm_integrations.wire import Mode
 
 MEANINGS = {
     "exact": "from the prefix cache, or a copy of the beginning of an earlier prompt",
@@ -242,7 +243,7 @@ def _audits(records: Sequence[RunRecord]) -> Markup:
             record.number,
             record.agent,
             record.session,
-            record.reason or f"asked for {record.asked.value}",
+            record.reason or ("asked to be observed" if record.asked is Mode.OBSERVE else "–"),
             record.prompt_tokens,
         )
         for record in records
