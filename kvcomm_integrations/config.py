@@ -7,7 +7,7 @@ import os
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 API_KEY_VARIABLE = "KVCOMM_API_KEY"
 """Environment variable that holds a server's key where none is given."""
@@ -180,6 +180,17 @@ class EngineConfig(BaseModel):
     """Write what was learned to ``state_path`` when the engine is closed."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More ``AsyncEngineArgs`` fields, passed through."""
+
+    @model_validator(mode="after")
+    def _check_state(self) -> EngineConfig:
+        if self.state_path is not None and self.base_url is not None:
+            raise ValueError(
+                f"state_path={self.state_path!r} is for an engine in this process; for a server use "
+                "kvcomm state load"
+            )
+        if self.save_state_on_close and self.state_path is None:
+            raise ValueError("save_state_on_close needs state_path, the file to write")
+        return self
 
     def key(self) -> str:
         """A string equal for equal configurations, used to share engines."""

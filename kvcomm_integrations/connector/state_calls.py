@@ -51,9 +51,8 @@ class StateCalls:
 
     def save(self, path: str, tenant: str | None) -> StateAnswer:
         """Write this rank's heads of all edges, or of one tenant's, to ``share_path``."""
-        policy = self._half.config.policy
-        require_saveable(policy)
-        heads = self._heads()
+        require_saveable(self._kind)
+        policy, heads = self._half.config.policy, self._heads()
         assert self._half.cache is not None
         state = take_from(
             self._half.policies.get(policy) or create_policy(policy),
@@ -69,9 +68,9 @@ class StateCalls:
     def load(self, path: str, tenant: str | None) -> StateAnswer:
         """Read this rank's heads and check that they are of this model, policy and tenant; keep them for ``apply``."""
         self._loaded = None
-        policy, heads, model = self._half.config.policy, self._heads(), self._model()
+        heads, model = self._heads(), self._model()
         manifest = read_manifest(Path(path), max_bytes=self._largest(heads))
-        manifest.check_fits(model, policy, require_saveable(policy), path)
+        manifest.check_fits(model, self._kind, require_saveable(self._kind), path)
         manifest.check_tenant(tenant, path)
         state = read_state(Path(path), heads=heads, max_bytes=self._largest(heads))
         budget = self._half.config.state_bytes
@@ -86,7 +85,7 @@ class StateCalls:
         if state is None:
             raise StateFileError("nothing has been loaded")
         assert self._half.cache is not None
-        with self._half.relearning(state.policy) as policy:
+        with self._half.relearning(self._half.config.policy) as policy:
             if state.tenant is not None and not merge:
                 for edge in policy.edges():
                     if tenant_of(edge.scope) == state.tenant:
@@ -104,6 +103,11 @@ class StateCalls:
                         policy.forget(edge)
                         forgotten += 1
         return StateAnswer(edges=forgotten)
+
+    @property
+    def _kind(self) -> str:
+        """The engine's policy without its options: they take effect after learning, so states are free of them."""
+        return self._half.config.policy.partition(":")[0]
 
     def _heads(self) -> HeadRange:
         if self._half.disabled or self._half.cache is None or self._half.rope is None:

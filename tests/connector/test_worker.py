@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from kvcomm_integrations.config import ReuseConfig
@@ -151,3 +152,32 @@ def test_calls_about_state_answer_with_their_error(tmp_path: Path) -> None:
     half.disabled = ""
     assert "'kvcomm' learns cannot be kept" in calls.call("save", str(tmp_path / "s"), None)["error"]
     assert not list(tmp_path.iterdir())
+
+
+def test_state_of_a_policy_with_options_is_kept_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of a variant take effect after learning: the file is the plain policy's."""
+    half = _worker()
+    half.config = half.config.model_copy(update={"policy": "ridge:rank=4"})
+    _fill(half, (0, 1, 2), 40, seed=1)
+    _harvest(half, 1, (0, 1, 2), 0, 40)
+    _fill(half, (3, 4), 25, seed=10)
+    half.save(StepMetadata(observes=[ObserveJob("ridge:rank=4", EDGE, 1, 0, (3, 4), 0, 20)]))
+    monkeypatch.setattr("kvcomm_integrations.connector.state_calls.rank_heads", lambda config: (0, HEADS))
+    text = SimpleNamespace(to_dict=lambda: {"hidden_size": 1})
+    model = SimpleNamespace(
+        model=str(tmp_path), revision=None, hf_text_config=text, get_total_num_kv_heads=lambda: HEADS
+    )
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
+    calls, path = StateCalls(config, half), str(tmp_path / "state")
+    saved = calls.call("save", path, None)
+    assert (saved["edges"], saved["examples"]) == (1, 1)
+    assert calls.call("clear", None) == {"edges": 1}
+    assert calls.call("load", path, None) == {"edges": 1, "examples": 1}
+    assert calls.call("apply", True) == {"edges": 1, "examples": 1}
+    assert half.policies["ridge:rank=4"].edges() == (EDGE,)
+    assert list(half.policies) == ["ridge:rank=4"]
+    half.config = half.config.model_copy(update={"policy": "ridge"})
+    assert "error" not in calls.call("load", path, None)
+    half.config = half.config.model_copy(update={"state_bytes": 100})
+    assert "state_bytes allows 100" in calls.call("load", path, None)["error"]
