@@ -185,8 +185,7 @@ class EngineConfig(BaseModel):
     def _check_state(self) -> EngineConfig:
         if self.state_path is not None and self.base_url is not None:
             raise ValueError(
-                f"state_path={self.state_path!r} is for an engine in this process; for a server use "
-                "kvcomm state load"
+                f"state_path={self.state_path!r} is for an engine in this process; for a server use kvcomm state load"
             )
         if self.save_state_on_close and self.state_path is None:
             raise ValueError("save_state_on_close needs state_path, the file to write")
