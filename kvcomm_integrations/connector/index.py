@@ -175,6 +175,12 @@ class ReferenceIndex:
             self.withdraw(ref_id)
         return len(gone)
 
+    def withdraw_owner(self, owner: str) -> None:
+        """Forget what a request has promised and not delivered."""
+        promised = [e.ref_id for e in self._entries.values() if e.owner == owner and e.state is EntryState.PROMISED]
+        for ref_id in promised:
+            self.withdraw(ref_id)
+
     def clear(self) -> None:
         """Forget everything."""
         for ref_id in list(self._by_id):

@@ -96,6 +96,14 @@ class SchedulerHalf:
     def new(self, request: Request) -> None:
         """A request has arrived."""
         try:
+            self._new(request)
+        except Exception as error:  # costs the reuse of one request, nothing else
+            logger.exception("Request %s could not be taken in; it is served densely", request.request_id)
+            self.breaker.fault("plan", str(error))
+            self._others[request.request_id] = request
+
+    def _new(self, request: Request) -> None:
+        try:
             params = KVCommParams.from_transfer_params(request.kv_transfer_params, request.num_prompt_tokens)
         except WireError as error:
             logger.warning("Request %s is served densely: %s", request.request_id, error)
@@ -238,8 +246,12 @@ class SchedulerHalf:
 
     def acknowledge(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
-        self.meter.acknowledged(report)
-        self.answers.take(report, self._tracked)
+        try:
+            self.meter.acknowledged(report)
+            self.answers.take(report, self._tracked)
+        except Exception as error:  # as if the answer had been lost
+            logger.exception("The workers' report could not be taken in")
+            self.breaker.fault("report", str(error))
 
     def finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, well or not.
@@ -251,18 +263,28 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
+        try:
+            return self._end(tracked, tuple(blocks))
+        except Exception as error:  # costs what the request would have left behind, nothing else
+            logger.exception("What request %s leaves behind could not be kept", request.request_id)
+            self.breaker.fault("plan", str(error))
+            self._finished = [job for job in self._finished if job[0] != request.request_id]
+            self.index.withdraw_owner(request.request_id)
+            return False, None
+
+    def _end(self, tracked: Tracked, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
         self._notice_preemption(tracked)
         self.index.scopes.leave(tracked.scope, self.index.clock())
         if tracked in self._planned:
             self._planned.remove(tracked)
         done = tracked.prompt_done and self._completed(tracked)
-        harvests = self.jobs.harvests(tracked, tuple(blocks)) if done else []
+        harvests = self.jobs.harvests(tracked, blocks) if done else []
         self.promises.break_promises(tracked)
-        harvests += self.jobs.answer(tracked, tuple(blocks)) if done else []
-        observes = self.jobs.observes(tracked, tuple(blocks)) if done else []
-        audits = self.jobs.audits(tracked, tuple(blocks)) if done else []
+        harvests += self.jobs.answer(tracked, blocks) if done else []
+        observes = self.jobs.observes(tracked, blocks) if done else []
+        audits = self.jobs.audits(tracked, blocks) if done else []
         if harvests or observes or audits:
-            self._finished.append((request.request_id, harvests, observes, audits))
+            self._finished.append((tracked.request.request_id, harvests, observes, audits))
         if tracked.params.release and self.config.isolation is Isolation.SESSION:
             self.index.withdraw_scope(tracked.scope)
         report = tracked.report()
