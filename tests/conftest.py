@@ -36,8 +36,13 @@ def tiny_model() -> Path:
     return ensure_tiny_model()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU, and most of the reliability tests unless they are asked for."""
+    if "reliability" not in str(config.getoption("-m")):
+        for item in items:
+            mark = item.get_closest_marker("reliability")
+            if mark is not None and not mark.kwargs.get("always"):
+                item.add_marker(pytest.mark.skip(reason="takes long; runs with -m reliability"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -333,6 +333,8 @@ class WorkerHalf:
             self._note_forgotten(job.policy, before)
             if policy.gates:  # what has just become an anchor is predictable from now on
                 self._note_leverage(job.policy, policy, job.edge, reference)
+        except KeyError as error:  # a reference that failed to be stored on this rank
+            logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning from %s for %s failed", job.edge.source, job.edge.target)
             self._report.faults["learn"] = self._report.faults.get("learn", 0) + 1

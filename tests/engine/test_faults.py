@@ -1,6 +1,6 @@
 """Faults in a real engine: the request that meets one gets the dense result, and so does everybody after it.
 
-Under ``-m reliability`` all 200 random prompts are compared after every fault rather than a few.
+Under ``-m reliability`` 200 random prompts are compared with plain vLLM after every fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.engine.plain import plain_answers
 
 pytestmark = pytest.mark.engine
 
-PROMPTS, SAMPLE, TOKENS = 200, 4, 4
+PROMPTS, TOKENS = 200, 4
 GREEDY = SamplingOptions(max_tokens=TOKENS, temperature=0, ignore_eos=True)
 
 
@@ -37,6 +37,7 @@ class Bench:
 
     client: Client
     prompts: list[tuple[int, ...]]
+    """Random; none outside of reliability runs."""
     plain: list[tuple[int, ...]]
     numbers: Iterator[int]
 
@@ -63,7 +64,7 @@ class Bench:
     def pair(self) -> tuple[SegmentedPrompt, SegmentedPrompt, str]:
         """Two agents' prompts with the same content, new to the engine, and a session for both."""
         number = next(self.numbers)
-        question = self.client.encode(f"{QUESTIONS[number % 3]} This is case {number}.")
+        question = self.client.encode(f"{QUESTIONS[number % 3]} {QUESTIONS[1]} This is case {number}.")
         return (
             self.client.prompt(system("planner"), ("user_question", question), END),
             self.client.prompt(system("solver"), ("user_question", question), END),
@@ -83,9 +84,9 @@ def bench(
 ) -> Iterator[Bench]:
     thorough = "reliability" in str(request.config.getoption("-m"))
     rnd = random.Random(11)
-    lengths = [rnd.randrange(2, 200) for _ in range(PROMPTS if thorough else SAMPLE)]
+    lengths = [rnd.randrange(2, 200) for _ in range(PROMPTS if thorough else 0)]
     prompts = [tuple(rnd.randrange(2000, 40000) for _ in range(length)) for length in lengths]
-    plain = plain_answers(tiny_model, prompts, TOKENS, tmp_path_factory.mktemp("plain"))
+    plain = plain_answers(tiny_model, prompts, TOKENS, tmp_path_factory.mktemp("plain")) if thorough else []
     engine = InProcessEngine(
         EngineConfig(
             model=str(tiny_model),
@@ -113,7 +114,7 @@ def test_random_prompts_equal_plain_vllm(bench: Bench) -> None:
     bench.check_plain()
 
 
-@pytest.mark.reliability
+@pytest.mark.reliability(always=True)
 @pytest.mark.parametrize(
     ("seam", "kind"),
     [("correct", "raise"), ("correct", "nan"), ("reference", "raise"), ("reference", "nan"), ("repair", "raise")],
@@ -206,7 +207,6 @@ def test_requests_aborted_in_every_phase_leave_nothing_behind(bench: Bench) -> N
             await asyncio.gather(*(one(number) for number in range(16)))
 
     asyncio.run(asyncio.wait_for(flood(), 100))
-    bench.client.ask(SegmentedPrompt(bench.prompts[0], ()), session=bench.fresh(), tokens=1)
     bench.check_plain()
 
 
@@ -226,6 +226,7 @@ def test_after_a_reset_of_everything_all_is_dense(bench: Bench) -> None:
     bench.check_plain()
 
 
+@pytest.mark.reliability(always=True)
 def test_a_released_session_is_forgotten(bench: Bench) -> None:
     first, second, session = bench.pair()
     bench.client.ask(first, agent="p", session=session)
