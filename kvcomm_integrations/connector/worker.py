@@ -333,11 +333,22 @@ class WorkerHalf:
             self._note_forgotten(job.policy, before)
             if policy.gates:  # what has just become an anchor is predictable from now on
                 self._note_leverage(job.policy, policy, job.edge, reference)
+            self._keep_to_budget()
         except KeyError as error:  # a reference that failed to be stored on this rank
             logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning from %s for %s failed", job.edge.source, job.edge.target)
             self._report.faults["learn"] = self._report.faults.get("learn", 0) + 1
+
+    def _keep_to_budget(self) -> None:
+        """All policies together keep to ``state_bytes``; the largest forgets what it has not used for longest."""
+        while sum(policy.state_bytes() for policy in self.policies.values()) > self.config.state_bytes:
+            name, policy = max(self.policies.items(), key=lambda item: item[1].state_bytes())
+            before = policy.edges()
+            if len(before) <= 1:
+                return
+            policy.forget(before[0])
+            self._note_forgotten(name, before)
 
     def _note_forgotten(self, name: str, before: Iterable[Edge]) -> None:
         """Report edges that a policy does not know any more (its budget is bounded) as having no examples."""

@@ -182,6 +182,30 @@ def test_a_slow_seam_is_only_slow(half: WorkerHalf, monkeypatch: pytest.MonkeyPa
     assert report_of(half).loads["r"].fault == ""
 
 
+def test_all_policies_together_keep_to_the_budget() -> None:
+    """A client that asks for every policy in turn must not get a budget for each."""
+    half = _worker()
+    _fill(half, (0, 1, 2), 40, seed=3)
+    _harvest(half, 7, (0, 1, 2), 0, 40)
+    _fill(half, (3, 4), 32, seed=4)
+    policies = ("ridge", "kvcomm", "kvcmas")
+    lessons = [
+        ObserveJob(policy, EDGE._replace(target=str(number)), 7, 0, (3, 4), 0, 30)
+        for number in range(6)
+        for policy in policies
+    ]
+    half.save(StepMetadata(observes=lessons[:3]))
+    budget = 3 * sum(half.policies[policy].state_bytes() for policy in policies)
+    half.config = half.config.model_copy(update={"state_bytes": budget})
+    half.save(StepMetadata(observes=lessons[3:]))
+    assert sum(half.policies[policy].state_bytes() for policy in policies) <= budget
+    examples = report_of(half).examples
+    for policy in policies:
+        known = set(half.policies[policy].edges())
+        assert {edge for (name, edge), count in examples.items() if name == policy and count} == known
+        assert known
+
+
 def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: WorkerHalf) -> None:
     """A rank that attaches one step after another must not keep the repair pass off for good."""
     half.attach(object())
