@@ -116,6 +116,7 @@ class World:
             learn_rate=rnd.choice([0.0, 0.5]),
             max_repair_tokens=rnd.choice([4096, 60]),
             tenant_share=rnd.choice([1.0, 1.0, 0.5]),
+            chain=rnd.choice([None, None, True]),
             session_ttl_s=rnd.choice([1e9, 1e9, 15.0]),
             max_faults=rnd.choice([0, 2, 5]),
             fault_pause_s=10.0,
@@ -373,7 +374,7 @@ class World:
             assert audit.token_ids == tuple(live.ids[: len(audit.token_ids)]) and all(live.exact)
             assert len(audit.token_ids) <= live.request.num_tokens - 1
             self.audits += 1
-            if rnd.random() < trouble:
+            if rnd.random() < 4 * trouble:
                 self.injected["audit"] += 1
                 report.faults["audit"] = 1
                 continue
@@ -390,7 +391,7 @@ class World:
             assert live.may_harvest and all(live.exact) and end <= len(live.exact)
             assert held.ids[lesson.offset : lesson.offset + lesson.tokens] == live.ids[lesson.start : end]
             self.check_names(held, live, lesson.edge.target)
-            if rnd.random() < trouble:
+            if rnd.random() < 4 * trouble:
                 self.injected["learning"] += 1
                 report.faults["learn"] = 1
             else:
