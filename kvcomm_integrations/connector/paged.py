@@ -11,6 +11,7 @@ Which one holds is found out by writing known numbers through vLLM's own operati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -51,28 +52,53 @@ class PagedCache:
         """Bytes of keys and values of one token over all layers of this worker."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def read(self, blocks: Sequence[int], start: int, end: int, layers: slice = slice(None)) -> KV:
+    def read(
+        self, blocks: Sequence[int], start: int, end: int, layers: slice = slice(None), *, as_stored: bool = False
+    ) -> KV:
         """Copy tokens ``[start, end)`` of the sequence in ``blocks``; keys come rotated, as vLLM stores them.
 
+        Args:
+            blocks: the sequence's block table.
+            start, end: tokens.
+            layers: layers wanted.
+            as_stored: keys keep the cache's order in memory (`keys_by_channel`), which copies faster.
+
         Returns:
-            keys and values, each ``(layers, kv_heads, end - start, head_dim)``, contiguous.
+            keys and values, each ``(layers, kv_heads, end - start, head_dim)``, contiguous unless ``as_stored``.
         """
         picked = range(len(self.layers))[layers]
         shape = (len(picked), self.kv_heads, end - start, self.head_dim)
-        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-        values = torch.empty_like(keys)
-        for block, inner, outer in _pieces(blocks, start, end, self.block_size):
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if as_stored and self.keys_by_channel:
+            keys = values.new_empty(shape[0], shape[1], shape[3], shape[2]).transpose(2, 3)
+        else:
+            keys = torch.empty_like(values)
+        for piece in _pieces(blocks, start, end, self.block_size):
             for row, layer in enumerate(picked):
-                keys[row, :, outer] = self._keys[layer][block, :, inner]
-                values[row, :, outer] = self._values[layer][block, :, inner]
+                piece.of(keys[row]).copy_(piece.within(self._keys[layer]))
+                piece.of(values[row]).copy_(piece.within(self._values[layer]))
         return KV(keys, values)
 
-    def write(self, blocks: Sequence[int], start: int, kv: KV) -> None:
-        """Overwrite tokens from ``start`` on with rotated keys and values ``(layers, kv_heads, tokens, head_dim)``."""
-        for block, inner, outer in _pieces(blocks, start, start + kv.keys.shape[2], self.block_size):
-            for layer in range(len(self.layers)):
-                self._keys[layer][block, :, inner] = kv.keys[layer, :, outer]
-                self._values[layer][block, :, inner] = kv.values[layer, :, outer]
+    @property
+    def keys_by_channel(self) -> bool:
+        """All tokens of one channel of the keys lie side by side inside a block."""
+        return self.layout is Layout.CPU
+
+    def write(self, blocks: Sequence[int], start: int, kv: KV, first_layer: int = 0) -> None:
+        """Overwrite tokens from ``start`` on with rotated keys and values ``(layers, kv_heads, tokens, head_dim)``.
+
+        Args:
+            blocks: the sequence's block table.
+            start: first token.
+            kv: any float type and order in memory.
+            first_layer: the layer that ``kv`` begins with.
+        """
+        pieces = _pieces(blocks, start, start + kv.keys.shape[2], self.block_size)
+        for row in range(kv.keys.shape[0]):
+            keys, values = self._keys[first_layer + row], self._values[first_layer + row]
+            for piece in pieces:
+                piece.within(keys).copy_(piece.of(kv.keys[row]))
+                piece.within(values).copy_(piece.of(kv.values[row]))
 
     def slots(self, blocks: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """Slot numbers ``(tokens,)`` int64 of ``positions`` in the sequence whose block table is ``blocks``."""
@@ -130,19 +156,40 @@ def _views(layer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Ten
     return keys, halves[:, :, 1].view(blocks, heads, block, dim)
 
 
-def _pieces(blocks: Sequence[int], start: int, end: int, size: int) -> list[tuple[int, slice, slice]]:
-    """Cut ``[start, end)`` at block borders: (block number, tokens inside the block, tokens of the span)."""
-    pieces = []
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens of a span that lie in ``count`` blocks with consecutive numbers, at the same places in each."""
+
+    block: int
+    count: int
+    inner: slice
+    """Tokens inside each block."""
+    outer: slice
+    """Tokens of the span."""
+
+    def within(self, layer: torch.Tensor) -> torch.Tensor:
+        """View of a layer's keys or values ``(blocks, kv_heads, block, head_dim)``."""
+        return layer[self.block : self.block + self.count, :, self.inner]
+
+    def of(self, span: torch.Tensor) -> torch.Tensor:
+        """View of a span's keys or values ``(kv_heads, tokens, head_dim)`` in the shape of `within`."""
+        return span[:, self.outer].unflatten(1, (self.count, -1)).transpose(0, 1)
+
+
+def _pieces(blocks: Sequence[int], start: int, end: int, size: int) -> list[_Piece]:
+    """Cut ``[start, end)`` into as few pieces as can be copied at once."""
+    pieces: list[_Piece] = []
     position = start
     while position < end:
-        offset = position % size
-        count = min(size - offset, end - position)
+        index, offset = divmod(position, size)
+        tokens, count = min(size - offset, end - position), 1
+        if tokens == size:
+            full = (end - position) // size
+            while count < full and blocks[index + count] == blocks[index] + count:
+                count += 1
+        stop = position + tokens * count
         pieces.append(
-            (
-                blocks[position // size],
-                slice(offset, offset + count),
-                slice(position - start, position - start + count),
-            )
+            _Piece(blocks[index], count, slice(offset, offset + tokens), slice(position - start, stop - start))
         )
-        position += count
+        position = stop
     return pieces

@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
 from kvcomm_integrations.connector.audit import audit
+from kvcomm_integrations.connector.background import Background
 from kvcomm_integrations.connector.compat import (
     VllmConfig,
     agree_on_faults,
@@ -26,6 +28,7 @@ from kvcomm_integrations.connector.compat import (
     write_with_engine,
 )
 from kvcomm_integrations.connector.faults import FaultSwitch, Seam
+from kvcomm_integrations.connector.leverages import LeverageBook
 from kvcomm_integrations.connector.metadata import (
     AuditJob,
     AuditResult,
@@ -48,6 +51,7 @@ from kvcomm_integrations.reuse.policies import create_policy, policy_traits
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, is_finite
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
+from kvcomm_integrations.reuse.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,9 @@ class WorkerHalf:
         """Why the repair pass cannot run here; ``None`` where it can."""
         self.disabled = refusal if config.enabled else "reuse is switched off"
         self.verified = False
+        self.background = Background()
+        self._scratch = Scratch()
+        self._leverages = LeverageBook()
         self._report = WorkerReport()
         self._released: set[str] = set()
         self._changed = True
@@ -107,6 +114,7 @@ class WorkerHalf:
             model = self._vllm_config.model_config
             self.rope = Rope.from_hf_config(model.hf_text_config, table_dtype=model.dtype)
             self.cache = PagedCache([caches[name] for name in names], layout)
+            self._scratch, self._leverages = Scratch(self.cache.device), LeverageBook(self.cache.device)
         except UnsupportedModelError as error:
             self.disable(str(error))
 
@@ -181,27 +189,28 @@ class WorkerHalf:
 
     def _load_spans(self, job: LoadJob) -> None:
         assert self.cache is not None
-        policy = self._policy(job.policy)
         for span in job.spans:
-            estimate = self._estimate(policy, span)
-            if not is_finite(estimate):
-                self._blame(job.policy, policy, span)
-                raise EngineError(
-                    f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
-                )
-            self.cache.write(job.blocks, span.start, estimate)
+            for layers, kv in self._estimates(job.policy, span):
+                if not is_finite(kv):
+                    self._blame(job.policy, span)
+                    raise EngineError(
+                        f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
+                    )
+                self.cache.write(job.blocks, span.start, kv, layers.start)
 
-    def _blame(self, name: str, policy: Policy, span: LoadSpan) -> None:
+    def _blame(self, name: str, span: LoadSpan) -> None:
         """An estimate is not finite: drop the reference if it is to blame, else what its edge has learned."""
         if not is_finite(self.store.get(span.ref_id).kv):
             self._report.failed[span.ref_id] = "it holds numbers that are not finite"
         elif not span.exact:
+            policy = self._policy(name)
             before = policy.edges()
             policy.forget(span.edge)
+            self._leverages.learned(name, span.edge)
             self._note_forgotten(name, before)
 
-    def _estimate(self, policy: Policy, span: LoadSpan) -> KV:
-        """Corrected KV of a span with keys rotated to where they belong."""
+    def _estimates(self, name: str, span: LoadSpan) -> Iterator[tuple[slice, KV]]:
+        """Corrected KV of a span with keys rotated to where they belong, a few layers at a time."""
         assert self.rope is not None and self.cache is not None
         reference = self.store.get(span.ref_id)
         tokens = slice(span.offset, span.offset + span.end - span.start)
@@ -212,11 +221,21 @@ class WorkerHalf:
         )
         part = self.faults.spoil(Seam.REFERENCE, part)
         if span.exact:
-            return part
-        estimate = self.faults.spoil(Seam.CORRECT, policy.correct(span.edge, part, span.offset))
+            yield slice(0, part.keys.shape[0]), part
+            return
+        policy = self._policy(name)
+        leverage = self._leverages.of(name, policy, span.edge, reference)
         first = span.start if policy.rotates else reference.position + span.offset
         positions = torch.arange(first, first + span.end - span.start, device=device)
-        return KV(self.rope.rotate(estimate.keys, positions), estimate.values)
+        for layers, kv in policy.estimates(span.edge, part, span.offset, self._scratch, leverage):
+            estimate = self.faults.spoil(Seam.CORRECT, kv)
+            self.rope.rotate_rows(estimate.keys.transpose(2, 3), positions, self._scratch)
+            yield layers, estimate
+
+    def _estimate(self, name: str, span: LoadSpan) -> KV:
+        """All layers of a span as a load would write them."""
+        parts = [KV(kv.keys.clone(), kv.values.clone()) for _, kv in self._estimates(name, span)]
+        return KV(torch.cat([part.keys for part in parts]), torch.cat([part.values for part in parts]))
 
     # ---- after the forward -----------------------------------------------------------------------------------------
 
@@ -229,6 +248,7 @@ class WorkerHalf:
             self._observe(job)
         for ref_id in meta.drops:
             self.store.drop(ref_id)
+            self._leverages.drop(ref_id)
         for harvest in meta.harvests:
             try:
                 self._harvest(harvest)
@@ -246,7 +266,7 @@ class WorkerHalf:
                 self._runner,
                 self.cache,
                 job,
-                lambda name, span: self._estimate(self._policy(name), span),
+                self._estimate,
                 lambda name, mine, true: self._policy(name).select(mine, true),
             )
         except KeyError as error:  # a reference was evicted in the meantime
@@ -310,10 +330,9 @@ class WorkerHalf:
                 self._note_leverage(name, policy, edge, reference)
 
     def _note_leverage(self, name: str, policy: Policy, edge: Edge, reference: Reference) -> None:
-        device = self.cache.device if self.cache is not None else reference.keys.device
-        readiness = policy.ready(edge, KV(reference.keys.to(device), reference.values.to(device)))
-        if readiness.leverage is not None:
-            self._report.leverage[(name, edge, reference.ref_id)] = readiness.leverage
+        leverage = self._leverages.of(name, policy, edge, reference)
+        if leverage is not None:
+            self._report.leverage[(name, edge, reference.ref_id)] = leverage
 
     def _observe(self, job: ObserveJob) -> None:
         if self.bad_blocks.hold(job.blocks):
@@ -331,9 +350,11 @@ class WorkerHalf:
             policy.observe(job.edge, KV(keys, values), truth)
             self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
             self._note_forgotten(job.policy, before)
+            self._leverages.learned(job.policy, job.edge)
             if policy.gates:  # what has just become an anchor is predictable from now on
                 self._note_leverage(job.policy, policy, job.edge, reference)
             self._keep_to_budget()
+            self.background.submit((job.policy, job.edge), partial(self._prepare, job.policy, policy, job.edge))
         except KeyError as error:  # a reference that failed to be stored on this rank
             logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else
@@ -362,18 +383,31 @@ class WorkerHalf:
         before = policy.edges()
         yield policy
         self._changed = True
+        self._leverages.clear()
         self._note_forgotten(name, before)
         for edge in policy.edges():
             self._report.examples[(name, edge)] = policy.ready(edge).examples
+            self.background.submit((name, edge), partial(self._prepare, name, policy, edge))
         for reference in map(self.store.get, self.store):
             if not reference.rotated:
                 self._rate(name, reference)
 
+    def _prepare(self, name: str, policy: Policy, edge: Edge) -> None:
+        """Compute what the next load over an edge needs, in the background."""
+        policy.prepare(edge)
+        for reference in self.store.snapshot():
+            if reference.source == edge.source and reference.name == edge.name:
+                self._leverages.of(name, policy, edge, reference)
+
     def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
         assert self.cache is not None and self.rope is not None
-        kv = self.cache.read(blocks, start, end)
+        kv = self.cache.read(blocks, start, end, as_stored=True)
         positions = torch.arange(start, end, device=self.cache.device)
-        return KV(self.rope.unrotate(kv.keys, positions), kv.values)
+        if not self.cache.keys_by_channel or kv.keys.dtype != torch.float32:
+            return KV(self.rope.unrotate(kv.keys, positions), kv.values)
+        for layers in self._scratch.chunks(kv.keys.shape):
+            self.rope.rotate_rows(kv.keys[layers].transpose(2, 3), positions, self._scratch, inverse=True)
+        return kv
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 

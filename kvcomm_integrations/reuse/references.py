@@ -102,6 +102,10 @@ class ReferenceStore:
         except KeyError:
             raise KeyError(f"reference {ref_id} is not in this worker's store ({len(self)} are)") from None
 
+    def snapshot(self) -> tuple[Reference, ...]:
+        """All references held at this moment; may be asked for by any thread."""
+        return tuple(self._references.values())
+
     def drop(self, ref_id: int) -> bool:
         """Forget a reference; whether it was there."""
         reference = self._references.pop(ref_id, None)

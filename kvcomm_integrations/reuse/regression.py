@@ -5,13 +5,17 @@ All is batched over layers and heads; there is no loop over either, nor over tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from kvcomm_integrations.reuse.affine import AffineMap
 from kvcomm_integrations.reuse.compression import leading_basis
 from kvcomm_integrations.reuse.moments import Moments
 from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.scratch import Scratch
 
 DECAYS = (2.0, 8.0, 32.0, 128.0)
 """Position features: ``exp(-t / decay)`` of the distance ``t`` from the segment's start, decays in tokens. The context
@@ -23,29 +27,6 @@ FAMILIAR = 0.8
 LEVERAGE_LAYERS = 8
 LEVERAGE_TOKENS = 64
 """Leverage is a mean; so many layers and tokens, evenly spaced, are enough to know it."""
-
-
-@dataclass(eq=False)
-class AffineMap:
-    """A solved map for features ``[K | V | position | 1]`` of a token: ``hidden = features @ down``, then ``@ up``.
-
-    The last hidden channel is constantly 1 and carries the mean correction.
-
-    Args:
-        keys: ``(heads, head_dim, r + 1)``.
-        values: ``(heads, head_dim, r + 1)``.
-        position: ``(heads, features + 1, r + 1)``.
-        up: ``(heads, r + 1, 2 head_dim)``.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    position: torch.Tensor
-    up: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.position.nbytes + self.up.nbytes
 
 
 @dataclass(eq=False)
@@ -86,6 +67,8 @@ class EdgeRegression:
     moments: Moments
     _map: AffineMap | None = None
     _whitening: Whitening | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    """Guards moments and what is solved of them: maps may be solved in the background."""
 
     @classmethod
     def empty(cls, example: KV) -> EdgeRegression:
@@ -118,44 +101,55 @@ class EdgeRegression:
         rows[..., features : features + dim] = truth.keys[1:]
         rows[..., features + dim :] = truth.values[1:]
         rows[..., features:] -= rows[..., : 2 * dim]
-        self.moments.add(rows.flatten(0, 1))
-        self.examples += 1
-        self._map = self._whitening = None
+        with self._lock:
+            self.moments.add(rows.flatten(0, 1))
+            self.examples += 1
+            self._map = self._whitening = None
 
     def merge(self, other: EdgeRegression) -> None:
         """Take in all examples of another state of the same shape."""
-        self.moments.merge(other.moments)
-        self.examples += other.examples
-        self._map = self._whitening = None
+        with self._lock:
+            self.moments.merge(other.moments)
+            self.examples += other.examples
+            self._map = self._whitening = None
 
-    def apply(self, reference: KV, start: int, rank: int, penalty: float) -> KV:
-        """The estimate for a content. The map is solved on first use after learning and kept; its part of the estimate
-        shrinks as ``FAMILIAR / leverage`` where the content is new, the mean correction stays.
+    def prepare(self, rank: int, penalty: float) -> None:
+        """Solve now what `estimates` and `leverage` will need; may run in another thread than they do."""
+        self._solved(rank, penalty)
+        self._white()
+
+    def estimates(
+        self,
+        reference: KV,
+        start: int,
+        rank: int,
+        penalty: float,
+        scratch: Scratch,
+        leverage: float | None = None,
+    ) -> Iterator[tuple[slice, KV]]:
+        """The estimate for a content, a few layers at a time (see `AffineMap.estimates`).
+
+        The map is solved on first use after learning and kept; its part of the estimate shrinks as
+        ``FAMILIAR / leverage`` where the content is new, the mean correction stays.
+
+        Args:
+            reference: ``(layers, kv_heads, tokens, head_dim)``.
+            start: position of its first token within the segment.
+            rank, penalty: of the map.
+            scratch: where estimates are made.
+            leverage: of the content, if it is known already.
         """
         self._check(reference)
-        if self._map is None:
-            self._map = self._solve(rank, penalty)
-        solved = self._map
-        keys = reference.keys[1:].float().flatten(0, 1)
-        values = reference.values[1:].float().flatten(0, 1)
-        position = _position_features(keys.shape[1], start, keys)
-        position = torch.cat((position, torch.ones_like(position[:, :1])), dim=1)
-        hidden = torch.baddbmm(position @ solved.position, keys, solved.keys)
-        hidden = torch.baddbmm(hidden, values, solved.values)
-        trust = torch.ones_like(solved.up[0, :, :1])
-        trust[:-1] = (FAMILIAR / self.leverage(reference)).clamp_max(1)
-        up_keys, up_values = (solved.up * trust).split(self.head_dim, dim=-1)
-        return KV(
-            _below_layer_0(reference.keys, torch.baddbmm(keys, hidden, up_keys)),
-            _below_layer_0(reference.values, torch.baddbmm(values, hidden, up_values)),
-        )
+        solved = self._solved(rank, penalty)
+        leverage = float(self.leverage(reference)) if leverage is None else leverage
+        position = _position_features(reference.keys.shape[2], start, reference.keys).T
+        position = torch.cat((position, torch.ones_like(position[:1])))
+        yield from solved.estimates(reference, position, min(1.0, FAMILIAR / max(leverage, 1e-9)), scratch)
 
     def leverage(self, reference: KV) -> torch.Tensor:
         """Mean ridge leverage of the content's tokens, divided by the number of channels; a scalar tensor."""
         self._check(reference)
-        if self._whitening is None:
-            self._whitening = self._whiten()
-        white = self._whitening
+        white = self._white()
         tokens = reference.keys.shape[2]
         every = torch.linspace(0, tokens - 1, min(tokens, LEVERAGE_TOKENS), device=white.down.device).long()
         at = (white.layers + 1)[:, None], every[None]
@@ -164,6 +158,18 @@ class EdgeRegression:
             dim=-1,
         )
         return (rows @ white.down - white.shift).square().mean()
+
+    def _solved(self, rank: int, penalty: float) -> AffineMap:
+        with self._lock:
+            if self._map is None:
+                self._map = self._solve(rank, penalty)
+            return self._map
+
+    def _white(self) -> Whitening:
+        with self._lock:
+            if self._whitening is None:
+                self._whitening = self._whiten()
+            return self._whitening
 
     def _solve(self, rank: int, penalty: float) -> AffineMap:
         """Solve the ridge system, cut it to ``rank`` and fold the standardisation into it."""
@@ -179,9 +185,10 @@ class EdgeRegression:
         down = torch.cat((down, -(mean[:, None] @ down)), dim=1)
         constant = torch.zeros_like(down[:, :, :1])
         constant[:, -1] = 1
-        keys, values, position = torch.cat((down, constant), dim=2).split((dim, dim, features + 1 - 2 * dim), dim=1)
-        up = torch.cat((basis.mT, mean_d[:, None]), dim=1)
-        return AffineMap(keys.contiguous(), values.contiguous(), position.contiguous(), up)
+        down = torch.cat((down, constant), dim=2).mT
+        up_keys, up_values = torch.cat((basis.mT, mean_d[:, None]), dim=1).split(dim, dim=-1)
+        parts = (*down.split((dim, dim, features + 1 - 2 * dim), dim=2), up_keys.mT, up_values)
+        return AffineMap(*(part.contiguous() for part in parts))
 
     def _whiten(self) -> Whitening:
         channels = 2 * self.head_dim
@@ -232,11 +239,3 @@ def _position_features(tokens: int, start: int, like: torch.Tensor) -> torch.Ten
     """``(tokens, len(DECAYS))`` for tokens that begin ``start`` tokens after their segment."""
     distance = torch.arange(start, start + tokens, device=like.device, dtype=torch.float32)
     return torch.exp(-distance[:, None] / torch.tensor(DECAYS, device=like.device))
-
-
-def _below_layer_0(reference: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
-    """Layer 0 of the reference, and the estimate for all others, in the reference's type."""
-    out = torch.empty_like(reference)
-    out[0] = reference[0]
-    out[1:] = estimate.view(out[1:].shape)
-    return out

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvcomm_integrations.errors import UnsupportedModelError
+from kvcomm_integrations.reuse.scratch import Scratch
 
 INTERLEAVED_MODEL_TYPES = frozenset({"gptj", "codegen", "glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe"})
 """Models that rotate neighbouring channels (GPT-J style); all others rotate the two halves of a head (NeoX style)."""
@@ -113,21 +114,51 @@ class Rope:
             raise ValueError(f"{keys.shape[-2]} keys cannot be rotated to {len(positions)} positions")
         if keys.shape[-1] < self.rotary_dim:
             raise ValueError(f"heads of {keys.shape[-1]} channels have no {self.rotary_dim} rotary ones")
-        cos, sin = self.cos_sin(positions)
-        if inverse:
-            length = cos.square() + sin.square()
-            cos, sin = cos / length, -sin / length
-        half = len(self.inv_freq)
-        if self.interleaved:
-            first, second = slice(0, self.rotary_dim, 2), slice(1, self.rotary_dim, 2)
-        else:
-            first, second = slice(0, half), slice(half, self.rotary_dim)
+        cos, sin = self._turns(positions, inverse)
+        first, second = self._pairs
         a, b = keys[..., first].float(), keys[..., second].float()
         out = torch.empty_like(keys)
         out[..., first] = torch.addcmul(a * cos, b, sin, value=-1)
         out[..., second] = torch.addcmul(a * sin, b, cos)
         out[..., self.rotary_dim :] = keys[..., self.rotary_dim :]
         return out
+
+    def rotate_rows(
+        self, rows: torch.Tensor, positions: torch.Tensor, scratch: Scratch, inverse: bool = False
+    ) -> torch.Tensor:
+        """`rotate` in place, for float32 keys that lie channel by channel.
+
+        Args:
+            rows: ``(..., head_dim, tokens)``, the last dimension contiguous.
+            positions: ``(tokens,)`` on the keys' device.
+            scratch: working memory.
+            inverse: take the rotation off.
+
+        Returns:
+            ``rows``.
+        """
+        cos, sin = (part.T.contiguous() for part in self._turns(positions, inverse))
+        first, second = self._pairs
+        a, b = rows[..., first, :], rows[..., second, :]
+        turned = torch.mul(a, sin, out=scratch.take("turned", *a.shape)).addcmul_(b, cos)
+        a.mul_(cos).addcmul_(b, sin, value=-1)
+        b.copy_(turned)
+        return rows
+
+    @property
+    def _pairs(self) -> tuple[slice, slice]:
+        """First and second channels of all pairs."""
+        if self.interleaved:
+            return slice(0, self.rotary_dim, 2), slice(1, self.rotary_dim, 2)
+        return slice(0, len(self.inv_freq)), slice(len(self.inv_freq), self.rotary_dim)
+
+    def _turns(self, positions: torch.Tensor, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines that put the rotation on or take it off, each ``(tokens, rotary_dim / 2)``."""
+        cos, sin = self.cos_sin(positions)
+        if not inverse:
+            return cos, sin
+        length = cos.square() + sin.square()
+        return cos / length, -sin / length
 
     def unrotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Take the rotation of ``positions`` off cached keys; the inverse of `rotate`."""

@@ -55,7 +55,7 @@ def random_kv(tokens: int, seed: int = 0) -> KV:
 @settings(max_examples=40, deadline=None)
 @given(
     layout=st.sampled_from(Layout),
-    blocks=st.permutations(range(BLOCKS)),
+    blocks=st.one_of(st.just(list(range(BLOCKS))), st.permutations(range(BLOCKS))),
     span=st.tuples(st.integers(0, BLOCKS * SIZE), st.integers(0, BLOCKS * SIZE)).map(sorted),
 )
 def test_write_and_read_agree_with_a_naive_cache(layout: Layout, blocks: list[int], span: list[int]) -> None:
@@ -63,7 +63,8 @@ def test_write_and_read_agree_with_a_naive_cache(layout: Layout, blocks: list[in
     kv = random_kv(end - start)
     layers, expected = fresh(), fresh()
     cache = PagedCache(layers, layout)
-    cache.write(blocks, start, kv)
+    cache.write(blocks, start, KV(kv.keys[:1], kv.values[:1]))
+    cache.write(blocks, start, KV(kv.keys[1:], kv.values[1:]), first_layer=1)
     for layer in range(LAYERS):
         for token in range(end - start):
             place = start + token
@@ -79,6 +80,10 @@ def test_write_and_read_agree_with_a_naive_cache(layout: Layout, blocks: list[in
     back = cache.read(blocks, start, end)
     assert torch.equal(back.keys, kv.keys) and torch.equal(back.values, kv.values)
     assert back.keys.is_contiguous() and back.keys.data_ptr() != layers[0].data_ptr()
+    stored = cache.read(blocks, start, end, as_stored=True)
+    assert torch.equal(stored.keys, kv.keys) and torch.equal(stored.values, kv.values)
+    if layout is Layout.CPU and end > start:
+        assert stored.keys.transpose(2, 3).is_contiguous()
 
 
 @pytest.mark.parametrize("layout", Layout)

@@ -134,6 +134,7 @@ def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> Non
     assert report is not None
     assert report.examples == {("ridge", EDGE): 0, ("ridge", EDGE._replace(target="c")): 1}
     assert list(report.leverage) == [("ridge", EDGE._replace(target="c"), 1)]
+    assert half.background.wait(10)
     with half.relearning("ridge") as policy:
         policy.forget(EDGE._replace(target="c"))
 
@@ -181,3 +182,32 @@ def test_state_of_a_policy_with_options_is_kept_and_taken_back(tmp_path: Path, m
     assert "error" not in calls.call("load", path, None)
     half.config = half.config.model_copy(update={"state_bytes": 100})
     assert "state_bytes allows 100" in calls.call("load", path, None)["error"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", Layout)
+def test_a_load_writes_the_plain_estimate(layout: Layout, dtype: torch.dtype) -> None:
+    """Corrected and rotated a few layers at a time, straight into the cache: the same as one step after another."""
+    half = _worker()
+    half.cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM, dtype=dtype) for _ in range(LAYERS)], layout)
+    assert half.rope is not None
+    for ref_id, seed in ((1, 5), (2, 6)):
+        source = _fill(half, (0, 1, 2), 44, seed)
+        _harvest(half, ref_id, (0, 1, 2), 0, 44)
+        _fill(half, (3, 4, 5), 44, seed + 10)
+        half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, ref_id, 0, (3, 4, 5), 2, 40)]))
+    assert half.background.wait(10)
+    span = LoadSpan(2, offset=3, start=9, end=47, edge=EDGE)
+    half.load(StepMetadata(loads=[LoadJob("r", (6, 7, 9), "ridge", (span,), (), (0,) * 38, 9, 47)]))
+    got = half.cache.read((6, 7, 9), 9, 47)
+    reference = half.store.get(2)
+    assert torch.allclose(reference.keys.float(), source.keys, atol=1e-5 if dtype is torch.float32 else 0.1)
+    part = KV(reference.keys[:, :, 3:41], reference.values[:, :, 3:41])
+    plain = half.policies["ridge"].correct(EDGE, part, 3)
+    tolerance = 1e-4 if dtype is torch.float32 else 0.1
+    expected = half.rope.rotate(plain.keys.float(), torch.arange(9, 47))
+    assert torch.allclose(got.keys.float(), expected, atol=tolerance)
+    assert torch.allclose(got.values.float(), plain.values.float(), atol=tolerance)
+    assert (got.keys[1:].float() - half.rope.rotate(part.keys[1:].float(), torch.arange(9, 47))).abs().max() > 0.05
+    whole = half._estimate("ridge", span)
+    assert torch.equal(whole.keys.to(dtype), got.keys) and torch.equal(whole.values.to(dtype), got.values)

@@ -8,11 +8,14 @@ position only): a policy must return it unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+    from kvcomm_integrations.reuse.scratch import Scratch
 
 
 class Edge(NamedTuple):
@@ -87,6 +90,25 @@ class Policy(ABC):
         ``start`` is the position of the reference's first token within its segment (non-zero when only a part is
         loaded), for policies that use position features.
         """
+
+    def estimates(
+        self, edge: Edge, reference: KV, start: int, scratch: Scratch, leverage: float | None = None
+    ) -> Iterator[tuple[slice, KV]]:
+        """`correct`, a few layers at a time, without a tensor of all of them.
+
+        Args:
+            edge, reference, start: as for `correct`.
+            scratch: where estimates are made.
+            leverage: what `ready` has said of the content, if it was asked before.
+
+        Yields:
+            layers and their estimate in float32, keys as a view of memory ordered channel by channel. It belongs to
+            the caller until the next is asked for.
+        """
+        yield from scratch.copies(self.correct(edge, reference, start))
+
+    def prepare(self, edge: Edge) -> None:  # noqa: B027 - a hook that few policies need
+        """Compute ahead what `correct` and `ready` will need; may be called from another thread than they are."""
 
     def select(self, estimate: torch.Tensor, truth: torch.Tensor) -> torch.Tensor | None:
         """Tokens to recompute, given estimated and true keys of layer 1 ``(kv_heads, tokens, head_dim)``.

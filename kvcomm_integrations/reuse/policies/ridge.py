@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
 from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
 from kvcomm_integrations.reuse.regression import EdgeRegression
+from kvcomm_integrations.reuse.scratch import Scratch
 
 PENALTIES = (0.3, 3.0)
 """Least and most penalty chosen by itself."""
@@ -84,11 +86,31 @@ class Ridge(Policy):
 
     def correct(self, edge: Edge, reference: KV, start: int = 0) -> KV:
         """Reference plus mean correction plus the map's part, which shrinks as ``0.8 / leverage`` above 0.8."""
+        if self._states.peek(edge) is None or reference.keys.shape[2] == 0:
+            return reference
+        out = KV(torch.empty_like(reference.keys), torch.empty_like(reference.values))
+        for layers, part in self.estimates(edge, reference, start, Scratch(reference.keys.device)):
+            out.keys[layers], out.values[layers] = part
+        return out
+
+    def estimates(
+        self, edge: Edge, reference: KV, start: int, scratch: Scratch, leverage: float | None = None
+    ) -> Iterator[tuple[slice, KV]]:
         state = self._states.get(edge)
         if state is None or reference.keys.shape[2] == 0:
-            return reference
-        penalty = penalty_for(state.moments.rows, state.moments.features) if self.penalty is None else self.penalty
-        return state.apply(reference, start, self.rank, penalty)
+            return scratch.copies(reference)
+        return state.estimates(reference, start, self.rank, self._penalty(state), scratch, leverage)
+
+    def prepare(self, edge: Edge) -> None:
+        """Solve the edge's map if it has learned since it was solved last."""
+        state = self._states.peek(edge)
+        if state is not None:
+            state.prepare(self.rank, self._penalty(state))
+
+    def _penalty(self, state: EdgeRegression) -> float:
+        if self.penalty is not None:
+            return self.penalty
+        return penalty_for(state.moments.rows, state.moments.features)
 
     def state_bytes(self, edge: Edge | None = None) -> int:
         """Bytes of moments and solved maps."""

@@ -1,0 +1,74 @@
+"""Working memory that is kept between loads, so that a load touches no fresh page. Knows nothing of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvcomm_integrations.reuse.policies.base import KV
+
+CPU_CHUNK_BYTES = 16 << 20
+"""Estimates of so many layers at once are this large at most on a CPU, bytes: they stay in its caches."""
+DEVICE_CHUNK_BYTES = 256 << 20
+"""The same on an accelerator, where few and large operations count."""
+
+
+class Scratch:
+    """Named float32 buffers on one device that grow to the largest size asked for. Not for several threads at once.
+
+    Args:
+        device: where the buffers are.
+        chunk_bytes: size of the estimate of a few layers, bytes; ``None`` chooses by device. One layer may exceed it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", chunk_bytes: int | None = None) -> None:
+        self.device = torch.device(device)
+        default = CPU_CHUNK_BYTES if self.device.type == "cpu" else DEVICE_CHUNK_BYTES
+        self.chunk_bytes = default if chunk_bytes is None else chunk_bytes
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A contiguous tensor of this shape in the buffer ``name``, on top of what was taken under that name before."""
+        size = 1
+        for length in shape:
+            size *= length
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, device=self.device)
+        return buffer[:size].view(shape)
+
+    def keys(self, layers: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
+        """Room for keys channel by channel, ``(layers, heads, dim, tokens)``."""
+        return self.take("keys", layers, heads, dim, tokens)
+
+    def values(self, layers: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
+        """Room for values token by token, ``(layers, heads, tokens, dim)``."""
+        return self.take("values", layers, heads, tokens, dim)
+
+    def chunks(self, shape: torch.Size, first: int = 0) -> Iterator[slice]:
+        """Layers from ``first`` on, in slices whose keys and values fit into ``chunk_bytes``.
+
+        Args:
+            shape: ``(layers, heads, tokens, dim)`` of keys.
+            first: first layer.
+        """
+        layers, heads, tokens, dim = shape
+        step = max(1, self.chunk_bytes // max(1, 8 * heads * tokens * dim))
+        for start in range(first, layers, step):
+            yield slice(start, min(start + step, layers))
+
+    def copies(self, kv: KV, first: int = 0, end: int | None = None) -> Iterator[tuple[slice, KV]]:
+        """Layers ``[first, end)`` of KV as copies in these buffers, a few at a time; each overwrites the one before."""
+        _, heads, tokens, dim = kv.keys.shape
+        shape = torch.Size((kv.keys.shape[0] if end is None else end, heads, tokens, dim))
+        for layers in self.chunks(shape, first):
+            count = layers.stop - layers.start
+            keys = self.keys(count, heads, tokens, dim).transpose(2, 3)
+            values = self.values(count, heads, tokens, dim)
+            yield layers, KV(keys.copy_(kv.keys[layers]), values.copy_(kv.values[layers]))
