@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvcomm_integrations import __version__
+from kvcomm_integrations.bench.options import add_speed_benchmarks
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.report.commands import add_commands as add_report_commands
 
@@ -93,6 +94,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    add_speed_benchmarks(kinds)
     parser = kinds.add_parser("fidelity", help="how far every policy is from dense, on the real engine")
     parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
     parser.add_argument(

@@ -83,7 +83,7 @@ def chosen_contents(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def as_config(args: argparse.Namespace) -> dict[str, Any]:
     """The command line as it is written to JSON."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("command", "small")}
 
 
 def save(result: dict[str, Any], args: argparse.Namespace) -> None:

@@ -1,0 +1,224 @@
+"""What does each step of a reuse cost, and how near is that to what the machine can do? Needs no engine.
+
+Bytes are those that must move at least (what is read once and what is written once), operations those of the matrix
+products. Shares are of the rates that a plain copy and a square product reach on the same machine in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModel
+
+from kvcomm_integrations.bench.admission import admission_steps
+from kvcomm_integrations.bench.machine import Machine, measure_machine, milliseconds
+from kvcomm_integrations.connector.paged import Layout, PagedCache
+from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.policies.ridge import Ridge
+from kvcomm_integrations.reuse.rope import Rope
+from kvcomm_integrations.reuse.scratch import Scratch
+
+SIZES = (350, 3000)
+"""Lengths of the loaded content, tokens."""
+BLOCK = 128
+START = 77
+"""Position of the content in its prompt: not at a block's border."""
+EXAMPLES = 4
+LIMIT = 0.03
+"""Most that load, correction, rotation and write together may take of the dense prefill they replace."""
+EDGE = Edge("a", "b", "text")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step on one length of content. ``bytes`` and ``flops`` are 0 where they mean nothing."""
+
+    step: str
+    tokens: int
+    ms: float
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A load against the dense prefill of the same tokens."""
+
+    tokens: int
+    load_ms: float
+    prefill_ms: float
+
+    @property
+    def share(self) -> float:
+        """Time of the load in units of the prefill."""
+        return self.load_ms / self.prefill_ms
+
+
+class Bench:
+    """The worker's tensors for a model's shape, filled with random numbers.
+
+    Args:
+        model: folder or hub id; only its configuration is read here.
+        tokens: length of the content.
+        repeats: times each step runs; the median counts.
+    """
+
+    def __init__(self, model: str, tokens: int, repeats: int) -> None:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.tokens, self.repeats = tokens, repeats
+        self.rope = Rope.from_hf_config(config)
+        self.blocks = tuple(range(2, 2 + -(-(START + tokens) // BLOCK)))
+        shape = (len(self.blocks) + 2, self.heads, BLOCK, 2 * self.dim)
+        self.cache = PagedCache([torch.zeros(shape) for _ in range(self.layers)], Layout.CPU)
+        self.positions = torch.arange(START, START + tokens)
+        self.scratch = Scratch()
+        self.ridge = Ridge()
+        for _ in range(EXAMPLES):
+            example = self.random_kv(min(tokens, 300))
+            self.ridge.observe(EDGE, example, KV(example.keys * 1.1 + 0.1, example.values * 0.9))
+        self.reference = self.random_kv(tokens)
+
+    def random_kv(self, tokens: int) -> KV:
+        """KV in the order in which harvests keep it."""
+        keys = torch.randn(self.layers, self.heads, self.dim, tokens).transpose(2, 3)
+        return KV(keys, torch.randn(self.layers, self.heads, tokens, self.dim))
+
+    def costs(self) -> list[Cost]:
+        """All steps of a load and of what prepares it."""
+        kv = 2 * self.layers * self.heads * self.tokens * self.dim * 4
+        maps = (self.layers - 1) * self.heads
+        inner = self.ridge.rank + 1
+        correct = 2 * maps * self.tokens * inner * (4 * self.dim + 5)
+        features = 2 * self.dim + 4
+        learn = 2 * maps * self.tokens * features * (features + 2 * self.dim)
+        truth = self.random_kv(self.tokens)
+        return [
+            self._cost("gather", self._gather, 2 * kv),
+            self._cost("correct", lambda: self._load(rotate=False, write=False), 2 * kv, correct),
+            self._cost("correct + rotate", lambda: self._load(write=False), 2 * kv, correct),
+            self._cost("scatter", lambda: self.cache.write(self.blocks, START, self.reference), 2 * kv),
+            self._cost("load (all of these, fused)", self._load, 2 * kv, correct),
+            self._cost("harvest", self._harvest, 2 * kv),
+            self._cost("leverage", lambda: self.ridge.ready(EDGE, self.reference)),
+            self._cost("observe", lambda: self.ridge.observe(EDGE, self.reference, truth), 2 * kv, learn),
+            self._cost("solve after an example", self._solve),
+        ]
+
+    def _cost(self, step: str, work: Callable[[], Any], nbytes: int = 0, flops: int = 0) -> Cost:
+        return Cost(step, self.tokens, milliseconds(work, self.repeats), nbytes, flops)
+
+    def _gather(self) -> None:
+        for _ in self.scratch.copies(self.reference):
+            pass
+
+    def _load(self, *, rotate: bool = True, write: bool = True) -> None:
+        for layers, kv in self.ridge.estimates(EDGE, self.reference, 0, self.scratch, leverage=0.5):
+            if rotate:
+                self.rope.rotate_rows(kv.keys.transpose(2, 3), self.positions, self.scratch)
+            if write:
+                self.cache.write(self.blocks, START, kv, layers.start)
+
+    def _harvest(self) -> None:
+        kv = self.cache.read(self.blocks, START, START + self.tokens, as_stored=True)
+        for layers in self.scratch.chunks(kv.keys.shape):
+            self.rope.rotate_rows(kv.keys[layers].transpose(2, 3), self.positions, self.scratch, inverse=True)
+
+    def _solve(self) -> None:
+        one = KV(self.reference.keys[:, :, :8], self.reference.values[:, :, :8])
+        self.ridge.observe(EDGE, one, one)
+        self.ridge.prepare(EDGE)
+
+
+def prefill_ms(model: Any, tokens: int, repeats: int) -> float:
+    """Milliseconds of a dense prefill of so many tokens, without the output layer.
+
+    Args:
+        model: a transformers model without a head.
+        tokens: length of the prompt.
+        repeats: runs; the median counts.
+    """
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens))
+    with torch.inference_mode():
+        return milliseconds(lambda: model(ids, use_cache=True), repeats)
+
+
+def run_micro(args: argparse.Namespace) -> int:
+    """Run ``kvcomm bench micro``; returns the exit status."""
+    torch.manual_seed(0)
+    repeats = args.repeats
+    machine = measure_machine(repeats)
+    costs: list[Cost] = []
+    replaced: list[Replaced] = []
+    model = None
+    if not args.no_prefill:
+        model = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
+    for tokens in args.tokens or SIZES:
+        found = Bench(args.model, tokens, repeats).costs()
+        costs += found
+        load = next(cost.ms for cost in found if cost.step.startswith("load"))
+        if model is not None:
+            replaced.append(Replaced(tokens, load, prefill_ms(model, tokens, min(repeats, 3))))
+    steps = admission_steps(repeats)
+    _show(machine, costs, replaced, steps)
+    if args.json is not None:
+        _save(args.json, machine, costs, replaced, steps)
+    return 0
+
+
+def _show(
+    machine: Machine, costs: Sequence[Cost], replaced: Sequence[Replaced], steps: Sequence[tuple[str, float]]
+) -> None:
+    console = Console(width=120)
+    console.print(
+        f"This machine, {machine.threads} threads: copy {machine.copy_gbps:.1f} GB/s (read and written), "
+        f"product {machine.gemm_gflops:.0f} GFLOP/s"
+    )
+    table = Table(title="Steps of a reuse (medians)")
+    for column in ("step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for cost in costs:
+        moved = cost.bytes / cost.ms / 1e6 / machine.copy_gbps
+        computed = cost.flops / cost.ms / 1e6 / machine.gemm_gflops
+        table.add_row(
+            cost.step,
+            f"{cost.tokens:,}",
+            f"{cost.ms:.2f}",
+            f"{cost.bytes / 1e6:,.0f}" if cost.bytes else "",
+            f"{moved:.0%}" if cost.bytes else "",
+            f"{cost.flops / 1e6:,.0f}" if cost.flops else "",
+            f"{computed:.0%}" if cost.flops else "",
+        )
+    console.print(table)
+    for line in replaced:
+        console.print(
+            f"{line.tokens:,} tokens: load {line.load_ms:.1f} ms, dense prefill {line.prefill_ms:,.0f} ms: "
+            f"{line.share:.2%} (at most {LIMIT:.0%} wanted)"
+        )
+    for name, ms in steps:
+        console.print(f"{name}: {ms:.3f} ms")
+
+
+def _save(
+    path: Path,
+    machine: Machine,
+    costs: Sequence[Cost],
+    replaced: Sequence[Replaced],
+    steps: Sequence[tuple[str, float]],
+) -> None:
+    result = {
+        "machine": asdict(machine),
+        "steps": [asdict(cost) for cost in costs],
+        "replaced": [{**asdict(line), "share": line.share} for line in replaced],
+        "admission_ms": dict(steps),
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

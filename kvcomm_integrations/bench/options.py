@@ -1,0 +1,103 @@
+"""Command-line options of the benchmarks of speed. Imports nothing heavy, so that ``kvcomm --help`` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def add_speed_benchmarks(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``micro``, ``ttft`` and ``serve`` to ``kvcomm bench``."""
+    _add_micro(kinds)
+    _add_ttft(kinds)
+    _add_serve(kinds)
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is less.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _common(parser: argparse.ArgumentParser, module: str, function: str, **small: Any) -> None:
+    """Options that all have. ``small`` are the values that ``--fast`` sets."""
+    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    parser.add_argument("--fast", action="store_true", help="smaller and fewer runs, to see that it works")
+    parser.add_argument("--seed", type=int, default=0)
+
+    def run(args: argparse.Namespace) -> int:
+        from kvcomm_integrations.demo import prepare_environment
+
+        args.model = args.model or prepare_environment()
+        if args.fast:
+            vars(args).update(args.small)
+        command: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), function)
+        return int(command(args))
+
+    parser.set_defaults(command=run, small=small)
+
+
+def _add_micro(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser("micro", help="what each step of a reuse costs, against what the machine can do")
+    _common(parser, "micro", "run_micro", repeats=3)
+    parser.add_argument(
+        "--tokens", type=at_least_one, action="append", metavar="N", help="length of the content; repeatable"
+    )
+    parser.add_argument("--repeats", type=at_least_one, default=9, metavar="N", help="runs of each step (%(default)s)")
+    parser.add_argument("--no-prefill", action="store_true", help="do not compare with a dense prefill of the model")
+
+
+def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser("ttft", help="time to each agent's first token, dense with prefix caching against reuse")
+    small = {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0}
+    _common(parser, "ttft", "run_ttft", **small)
+    parser.add_argument("--agents", type=at_least_one, default=5, metavar="N", help="fully connected (%(default)s)")
+    for name, default, what in (
+        ("prefix", 512, "an agent's system prompt"),
+        ("input", 1024, "the question"),
+        ("output", 512, "an answer, forced to this length"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=at_least_one, nargs="+", default=[default], metavar="N",
+            help=f"tokens of {what} ({default}); with several, every combination is measured",
+        )  # fmt: skip
+    parser.add_argument("--policies", default="ridge", metavar="A,B", help="ways of reuse (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=at_least_one, default=4, metavar="N", help="rounds to learn from (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="rounds measured (%(default)s)")
+    parser.add_argument("--warm-rounds", type=int, default=1, metavar="N", help="timed but not counted (%(default)s)")
+    parser.add_argument("--repair-depth", type=int, metavar="N", help="most tokens repaired per content (engine's own)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
+
+
+def _add_serve(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser("serve", help="many teams at once: throughput, latency and stalls, dense against reuse")
+    small = {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]}
+    _common(parser, "serve", "run_serve", **small)
+    parser.add_argument("--agents", type=at_least_one, default=4, metavar="N", help="of each team (%(default)s)")
+    parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
+    parser.add_argument("--prefix", type=at_least_one, default=256, metavar="N", help="tokens of a system prompt")
+    parser.add_argument("--input", type=at_least_one, default=768, metavar="N", help="tokens of the question")
+    parser.add_argument(
+        "--output", type=at_least_one, default=32, metavar="N", help="tokens of an answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=at_least_one, nargs="+", default=[1, 8], metavar="N", help="sessions at once (1 8)"
+    )
+    parser.add_argument(
+        "--sessions", type=at_least_one, default=16, metavar="N", help="sessions measured (%(default)s)"
+    )
+    parser.add_argument("--rate", type=float, metavar="R", help="sessions that arrive per second, by chance")
+    parser.add_argument(
+        "--warmup", type=at_least_one, default=4, metavar="N", help="sessions to learn from (%(default)s)"
+    )

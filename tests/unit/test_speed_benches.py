@@ -1,0 +1,161 @@
+"""The benchmarks of speed run and their figures hang together. How fast the machine is, is not tested here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcomm_integrations import cli
+from kvcomm_integrations.bench import serve, ttft
+from kvcomm_integrations.bench.admission import admission_steps
+from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
+from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.engines.base import Delta, GenerationRequest
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import Mode, RequestReport, SegmentKind
+
+
+class Clock:
+    """An engine that answers at once and says of every request what a real one would."""
+
+    tokenizer: ChatTokenizer
+    made: list[Clock] = []  # noqa: RUF012
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.requests: list[GenerationRequest] = []
+        self.resets = 0
+        self.closed = False
+        Clock.made.append(self)
+
+    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
+        self.requests.append(request)
+        count = request.sampling.max_tokens or 1
+        total = len(request.prompt.token_ids)
+        slow = request.params.mode is Mode.DENSE
+        report = RequestReport(
+            prompt_tokens=total, loaded=0 if slow else total // 2, plan_ms=0.5, load_ms=2, repair_ms=3
+        )
+        for number in range(count):
+            last = number == count - 1
+            yield Delta(token_ids=(number,), ttft_ms=(80.0 if slow else 10.0) if last else None, report=report)
+
+    def drain(self, timeout: float = 30.0) -> None:
+        pass
+
+    def reset_prefix_cache(self, *, references: bool = False) -> bool:
+        self.resets += 1
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> type[Clock]:
+    Clock.tokenizer = ChatTokenizer.from_pretrained(demo_model)
+    Clock.made = []
+    for module in (ttft, serve):
+        monkeypatch.setattr(module, "InProcessEngine", Clock)
+    return Clock
+
+
+def test_prompts_have_the_lengths_asked_for(demo_model: Path) -> None:
+    team = PaperTeam(ChatTokenizer.from_pretrained(demo_model), 3, Sizes(120, 300, 40))
+    question, other = team.question(1), team.question(2)
+    assert len(question) == len(other) == 300 and question != other
+    answers = {name: tuple(range(40)) for name in team.names[:2]}
+    prompt = team.write(team.names[2], question, answers)
+    first, *rest = prompt.segments
+    assert (first.kind, first.end) == (SegmentKind.FIXED, 120)
+    assert [s.name for s in rest] == ["user_question", *(f"agent:{name}:response" for name in answers)]
+    assert [s.end - s.start for s in rest] == [300, 40, 40]
+    assert prompt.token_ids[rest[1].start : rest[1].end] == answers["planner"]
+    assert team.write(team.names[2], other, answers).token_ids[:120] == prompt.token_ids[:120]
+    assert team.write(team.names[1], question, {}).token_ids[:120] != prompt.token_ids[:120]
+
+
+@pytest.mark.parametrize(("agents", "prefix", "complaint"), [(99, 512, "too many"), (2, 5, "too short")])
+def test_impossible_teams(demo_model: Path, agents: int, prefix: int, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        PaperTeam(ChatTokenizer.from_pretrained(demo_model), agents, Sizes(prefix, 64, 16))
+
+
+def test_ttft(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "ttft.json", tmp_path / "ttft.png"
+    options = ["--model", str(demo_model), "--fast", "--json", str(out), "--plot", str(plot)]
+    assert cli.main(["bench", "ttft", *options]) == 0
+    assert "Time to first token" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert [agent["index"] for agent in result["agents"]] == [1, 2, 3]
+    for agent in result["agents"]:
+        assert agent["speedup"] == 8.0
+        assert agent["forward_ms"] == pytest.approx(10 - 5.5)
+        assert agent["loaded"] == agent["prompt_tokens"] // 2
+    assert result["config"]["output"] == [64]
+    assert plot.stat().st_size > 1000
+    (engine,) = clock.made
+    assert engine.closed
+    measured = [r for r in engine.requests if r.sampling.max_tokens == 1 and r.params.session != "prefix"]
+    first = [r.params.session for r in measured if r.params.agent == "planner"]
+    assert len(first) == len(set(first)) == 2, "the first agent has nobody to load from"
+    answered = [r for r in engine.requests if r.sampling.max_tokens == 64]
+    assert {r.params.teach for r in answered if r.params.session == "round-1"} == {False}
+    assert {r.params.teach for r in answered if r.params.session == "round-0"} == {True}
+
+
+def test_serve(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "serve.json"
+    options = ["--model", str(demo_model), "--fast", "--rate", "1000", "--json", str(out)]
+    assert cli.main(["bench", "serve", *options]) == 0
+    assert "times the requests of dense" in capsys.readouterr().out
+    (line,) = json.loads(out.read_text())["load"]
+    assert line["concurrency"] == 2
+    for way in ("dense", "auto"):
+        assert line[way]["requests"] == 2 * 2
+        assert line[way]["requests_per_s"] > 0
+        assert line[way]["ttft_p50_ms"] <= line[way]["ttft_p99_ms"] <= line[way]["whole_p99_ms"]
+    assert cli.main(["bench", "serve", *options, "--graph", "ring"]) == 2
+
+
+@pytest.mark.parametrize(("graph", "expected"), [("full", [0, 1, 2]), ("chain", [2]), ("star", [0])])
+def test_who_hears_whom(graph: str, expected: list[int]) -> None:
+    assert list(serve.heard(graph, 3)) == expected
+    assert list(serve.heard(graph, 0)) == []
+
+
+def test_percentiles() -> None:
+    assert [serve.percentile(range(1, 101), share) for share in (50, 95, 99)] == [50, 95, 99]
+    assert serve.percentile([7.0], 99) == 7.0
+    samples = ttft.Samples(ttft_ms=[3.0, 1.0, 2.0])
+    assert (samples.median, samples.p95) == (2.0, 3.0)
+
+
+def test_micro(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "micro.json"
+    options = ["--model", str(demo_model), "--fast", "--no-prefill", "--tokens", "40", "--json", str(out)]
+    assert cli.main(["bench", "micro", *options]) == 0
+    assert "Steps of a reuse" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    steps = {step["step"]: step for step in result["steps"]}
+    assert {"gather", "correct", "scatter", "harvest", "observe"} <= set(steps)
+    assert all(step["ms"] > 0 and step["tokens"] == 40 for step in steps.values())
+    assert steps["gather"]["bytes"] == 2 * 2 * 30 * 3 * 40 * 64 * 4
+    assert result["machine"]["copy_gbps"] > 0 and result["replaced"] == []
+
+
+def test_admission_is_timed_step_by_step() -> None:
+    steps = dict(admission_steps(1))
+    assert len(steps) == 4 and all(0 < ms < 1000 for ms in steps.values())
+
+
+def test_options_are_plain() -> None:
+    args: Any = cli._parser().parse_args(["bench", "ttft", "--prefix", "64", "256"])
+    assert isinstance(args, argparse.Namespace)
+    assert (args.prefix, args.input, args.output, args.agents) == ([64, 256], [1024], [512], 5)
