@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModel
 
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.machine import Machine, measure_machine, milliseconds
+from kvcomm_integrations.bench.memory import AGENTS, EXAMPLES, TOKENS, StateSize, state_sizes
 from kvcomm_integrations.connector.paged import Layout, PagedCache
 from kvcomm_integrations.reuse.policies.base import KV, Edge
 from kvcomm_integrations.reuse.policies.ridge import Ridge
@@ -31,7 +32,7 @@ SIZES = (350, 3000)
 BLOCK = 128
 START = 77
 """Position of the content in its prompt: not at a block's border."""
-EXAMPLES = 4
+TAUGHT = 4
 LIMIT = 0.03
 """Most that load, correction, rotation and write together may take of the dense prefill they replace."""
 EDGE = Edge("a", "b", "text")
@@ -62,6 +63,18 @@ class Replaced:
         return self.load_ms / self.prefill_ms
 
 
+@dataclass(frozen=True)
+class Result:
+    """Everything that one run measures."""
+
+    machine: Machine
+    costs: Sequence[Cost]
+    replaced: Sequence[Replaced]
+    steps: Sequence[tuple[str, float]]
+    """Milliseconds of each step of admission."""
+    sizes: Sequence[StateSize]
+
+
 class Bench:
     """The worker's tensors for a model's shape, filled with random numbers.
 
@@ -83,7 +96,7 @@ class Bench:
         self.positions = torch.arange(START, START + tokens)
         self.scratch = Scratch()
         self.ridge = Ridge()
-        for _ in range(EXAMPLES):
+        for _ in range(TAUGHT):
             example = self.random_kv(min(tokens, 300))
             self.ridge.observe(EDGE, example, KV(example.keys * 1.1 + 0.1, example.values * 0.9))
         self.reference = self.random_kv(tokens)
@@ -154,7 +167,7 @@ def prefill_ms(model: Any, tokens: int, repeats: int) -> float:
 
 def run_micro(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench micro``; returns the exit status."""
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     repeats = args.repeats
     machine = measure_machine(repeats)
     costs: list[Cost] = []
@@ -168,16 +181,21 @@ def run_micro(args: argparse.Namespace) -> int:
         load = next(cost.ms for cost in found if cost.step.startswith("load"))
         if model is not None:
             replaced.append(Replaced(tokens, load, prefill_ms(model, tokens, min(repeats, 3))))
-    steps = admission_steps(repeats)
-    _show(machine, costs, replaced, steps)
+    result = Result(machine, costs, replaced, admission_steps(repeats), _sizes(args.model))
+    _show(result)
     if args.json is not None:
-        _save(args.json, machine, costs, replaced, steps)
+        _save(result, args.json)
     return 0
 
 
-def _show(
-    machine: Machine, costs: Sequence[Cost], replaced: Sequence[Replaced], steps: Sequence[tuple[str, float]]
-) -> None:
+def _sizes(model: str) -> list[StateSize]:
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return state_sizes(config.num_hidden_layers, config.num_key_value_heads, dim)
+
+
+def _show(result: Result) -> None:
+    machine = result.machine
     console = Console(width=120)
     console.print(
         f"This machine, {machine.threads} threads: copy {machine.copy_gbps:.1f} GB/s (read and written), "
@@ -186,7 +204,7 @@ def _show(
     table = Table(title="Steps of a reuse (medians)")
     for column in ("step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate"):
         table.add_column(column, justify="left" if column == "step" else "right")
-    for cost in costs:
+    for cost in result.costs:
         moved = cost.bytes / cost.ms / 1e6 / machine.copy_gbps
         computed = cost.flops / cost.ms / 1e6 / machine.gemm_gflops
         table.add_row(
@@ -199,26 +217,27 @@ def _show(
             f"{computed:.0%}" if cost.flops else "",
         )
     console.print(table)
-    for line in replaced:
+    for line in result.replaced:
         console.print(
             f"{line.tokens:,} tokens: load {line.load_ms:.1f} ms, dense prefill {line.prefill_ms:,.0f} ms: "
             f"{line.share:.2%} (at most {LIMIT:.0%} wanted)"
         )
-    for name, ms in steps:
+    for name, ms in result.steps:
         console.print(f"{name}: {ms:.3f} ms")
+    anchors = next(size.team for size in result.sizes if size.policy == "kvcomm")
+    for size in result.sizes:
+        console.print(
+            f"state of {size.policy}, {AGENTS} agents, {EXAMPLES} examples of {TOKENS:,} tokens: "
+            f"{size.team / 1e9:.3f} GB ({size.edge / 1e6:,.1f} MB an edge), 1/{anchors / size.team:.0f} of full anchors"
+        )
 
 
-def _save(
-    path: Path,
-    machine: Machine,
-    costs: Sequence[Cost],
-    replaced: Sequence[Replaced],
-    steps: Sequence[tuple[str, float]],
-) -> None:
-    result = {
-        "machine": asdict(machine),
-        "steps": [asdict(cost) for cost in costs],
-        "replaced": [{**asdict(line), "share": line.share} for line in replaced],
-        "admission_ms": dict(steps),
+def _save(result: Result, path: Path) -> None:
+    written = {
+        "machine": asdict(result.machine),
+        "steps": [asdict(cost) for cost in result.costs],
+        "replaced": [{**asdict(line), "share": line.share} for line in result.replaced],
+        "admission_ms": dict(result.steps),
+        "state": [asdict(size) for size in result.sizes],
     }
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

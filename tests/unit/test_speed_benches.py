@@ -13,6 +13,7 @@ import pytest
 from kvcomm_integrations import cli
 from kvcomm_integrations.bench import serve, ttft
 from kvcomm_integrations.bench.admission import admission_steps
+from kvcomm_integrations.bench.memory import state_sizes
 from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Delta, GenerationRequest
@@ -148,6 +149,14 @@ def test_micro(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(step["ms"] > 0 and step["tokens"] == 40 for step in steps.values())
     assert steps["gather"]["bytes"] == 2 * 2 * 30 * 3 * 40 * 64 * 4
     assert result["machine"]["copy_gbps"] > 0 and result["replaced"] == []
+
+
+def test_only_anchors_grow_with_what_they_have_seen() -> None:
+    ridge, kvcomm, kvcmas = state_sizes(layers=5, heads=2, dim=8)
+    assert len(set(ridge.measured)) == 1 and ridge.edge == ridge.measured[0] and ridge.team == 9 * ridge.edge
+    assert kvcomm.edge == 20 * 4096 * 2 * 2 * 5 * 2 * 8 * 4, "base and correction of keys and values"
+    assert ridge.edge < kvcomm.edge / 20
+    assert kvcmas.measured[0] < kvcmas.measured[1]
 
 
 def test_admission_is_timed_step_by_step() -> None:

@@ -1,0 +1,66 @@
+"""How much memory does what has been learned take? One edge is taught and measured; the rest is arithmetic.
+
+The paper's set-up: fully connected agents, each of whose edges has seen 20 contents of 4,096 tokens. Anchors keep all
+tokens of all contents, so their bytes per token are measured and multiplied; a ridge map keeps the same whatever it saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.base import KV, Edge
+
+AGENTS = 4
+EXAMPLES = 20
+TOKENS = 4096
+TAUGHT_TOKENS = (48, 96)
+"""Lengths of the contents that are really learned: state that grows with length shows in the difference."""
+EDGE = Edge("a", "b", "text")
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of what one policy has learned."""
+
+    policy: str
+    measured: tuple[int, ...]
+    """Of one edge, for contents of each of ``TAUGHT_TOKENS``."""
+    edge: int
+    """Of one edge in the paper's set-up."""
+    team: int
+    """Of all edges of the team."""
+
+
+def edges_of(agents: int) -> int:
+    """Edges of fully connected agents: the question to all but the first, every answer to all later agents."""
+    return (agents - 1) + agents * (agents - 1) // 2
+
+
+def state_sizes(
+    layers: int, heads: int, dim: int, policies: Sequence[str] = ("ridge", "kvcomm", "kvcmas")
+) -> list[StateSize]:
+    """Measure each policy on random float32 KV of a model's shape.
+
+    Args:
+        layers, heads, dim: layers, KV heads and channels of a head.
+        policies: names.
+    """
+    return [_state_size(name, layers, heads, dim) for name in policies]
+
+
+def _state_size(name: str, layers: int, heads: int, dim: int) -> StateSize:
+    measured = []
+    for tokens in TAUGHT_TOKENS:
+        policy = create_policy(name, max_bytes=1 << 40)
+        kv = KV(*torch.randn(2, layers, heads, tokens, dim))
+        for _ in range(EXAMPLES):
+            policy.observe(EDGE, kv, KV(kv.keys * 1.1, kv.values))
+        policy.prepare(EDGE)
+        measured.append(policy.state_bytes(EDGE))
+    (short, long), (few, many) = TAUGHT_TOKENS, measured
+    edge = few + (many - few) * (TOKENS - short) // (long - short)
+    return StateSize(name, tuple(measured), edge, edge * edges_of(AGENTS))
