@@ -94,7 +94,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    add_speed_benchmarks(kinds)
+    add_speed_benchmarks(kinds, _prepared_model)
     parser = kinds.add_parser("fidelity", help="how far every policy is from dense, on the real engine")
     parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
     parser.add_argument(
@@ -150,6 +150,12 @@ def _bench_isolation(args: argparse.Namespace) -> int:
     args.model = args.model or prepare_environment()
     run: Command = import_module("kvcomm_integrations.bench.isolation").run_isolation
     return run(args)
+
+
+def _prepared_model() -> str:
+    from kvcomm_integrations.demo import prepare_environment
+
+    return prepare_environment()
 
 
 def _bench_fidelity(args: argparse.Namespace) -> int:

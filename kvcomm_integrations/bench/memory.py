@@ -1,7 +1,7 @@
 """How much memory does what has been learned take? One edge is taught and measured; the rest is arithmetic.
 
 The paper's set-up: fully connected agents, each of whose edges has seen 20 contents of 4,096 tokens. Anchors keep all
-tokens of all contents, so their bytes per token are measured and multiplied; a ridge map keeps the same whatever it saw.
+tokens of all contents, so their bytes per token are measured and multiplied; a ridge map does not grow.
 """
 
 from __future__ import annotations

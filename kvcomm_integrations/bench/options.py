@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+Kinds: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Prepare = Callable[[], str]
 
 
-def add_speed_benchmarks(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``micro``, ``ttft`` and ``serve`` to ``kvcomm bench``."""
-    _add_micro(kinds)
-    _add_ttft(kinds)
-    _add_serve(kinds)
+def add_speed_benchmarks(kinds: Kinds, prepare: Prepare) -> None:
+    """Add ``micro``, ``ttft`` and ``serve`` to ``kvcomm bench``.
+
+    Args:
+        kinds: where to add them.
+        prepare: quietens the engine and returns the model's folder where none is named.
+    """
+    _add_micro(kinds, prepare)
+    _add_ttft(kinds, prepare)
+    _add_serve(kinds, prepare)
 
 
 def at_least_one(text: str) -> int:
@@ -27,7 +36,7 @@ def at_least_one(text: str) -> int:
     return value
 
 
-def _common(parser: argparse.ArgumentParser, module: str, function: str, **small: Any) -> None:
+def _common(parser: argparse.ArgumentParser, prepare: Prepare, module: str, function: str, **small: Any) -> None:
     """Options that all have. ``small`` are the values that ``--fast`` sets."""
     parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
@@ -35,9 +44,7 @@ def _common(parser: argparse.ArgumentParser, module: str, function: str, **small
     parser.add_argument("--seed", type=int, default=0)
 
     def run(args: argparse.Namespace) -> int:
-        from kvcomm_integrations.demo import prepare_environment
-
-        args.model = args.model or prepare_environment()
+        args.model = args.model or prepare()
         if args.fast:
             vars(args).update(args.small)
         command: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), function)
@@ -46,9 +53,9 @@ def _common(parser: argparse.ArgumentParser, module: str, function: str, **small
     parser.set_defaults(command=run, small=small)
 
 
-def _add_micro(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_micro(kinds: Kinds, prepare: Prepare) -> None:
     parser = kinds.add_parser("micro", help="what each step of a reuse costs, against what the machine can do")
-    _common(parser, "micro", "run_micro", repeats=3)
+    _common(parser, prepare, "micro", "run_micro", repeats=3)
     parser.add_argument(
         "--tokens", type=at_least_one, action="append", metavar="N", help="length of the content; repeatable"
     )
@@ -56,10 +63,10 @@ def _add_micro(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--no-prefill", action="store_true", help="do not compare with a dense prefill of the model")
 
 
-def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_ttft(kinds: Kinds, prepare: Prepare) -> None:
     parser = kinds.add_parser("ttft", help="time to each agent's first token, dense with prefix caching against reuse")
     small = {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0}
-    _common(parser, "ttft", "run_ttft", **small)
+    _common(parser, prepare, "ttft", "run_ttft", **small)
     parser.add_argument("--agents", type=at_least_one, default=5, metavar="N", help="fully connected (%(default)s)")
     for name, default, what in (
         ("prefix", 512, "an agent's system prompt"),
@@ -80,10 +87,10 @@ def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
 
 
-def _add_serve(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(kinds: Kinds, prepare: Prepare) -> None:
     parser = kinds.add_parser("serve", help="many teams at once: throughput, latency and stalls, dense against reuse")
     small = {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]}
-    _common(parser, "serve", "run_serve", **small)
+    _common(parser, prepare, "serve", "run_serve", **small)
     parser.add_argument("--agents", type=at_least_one, default=4, metavar="N", help="of each team (%(default)s)")
     parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
     parser.add_argument("--prefix", type=at_least_one, default=256, metavar="N", help="tokens of a system prompt")
