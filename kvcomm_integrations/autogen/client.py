@@ -38,7 +38,7 @@ from kvcomm_integrations.autogen.model_info import model_info, shows_every_syste
 from kvcomm_integrations.autogen.options import JsonOutput, sampling_options
 from kvcomm_integrations.autogen.results import Answer, ThoughtMemory
 from kvcomm_integrations.engines.base import Engine
-from kvcomm_integrations.engines.chat import ChatRuntime, PreparedChat, runtime_for
+from kvcomm_integrations.engines.chat import DEFAULT_TENANT, ChatRuntime, PreparedChat, runtime_for
 from kvcomm_integrations.engines.codecs import named_codec
 from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.shared import get_engine
@@ -323,6 +323,10 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
 
     async def close(self) -> None:
         """Does nothing: the engine may be in use elsewhere. It is shut down at exit, or by its owner."""
+
+    async def release_session(self, session: str) -> None:
+        """Drop what is kept of a session's contents now, rather than after ``session_ttl_s`` of idleness."""
+        await self.runtime.arelease_session(session, self._config.tenant or DEFAULT_TENANT)
 
     # ---- counting ------------------------------------------------------------------------------------------------
 

@@ -115,6 +115,16 @@ class ChatRuntime:
                 )
             return self._builder
 
+    def release_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
+        """A session is over: forget its contents here, and their caches in the engine."""
+        if self._registry is not None:
+            self._registry.release(registry_session(tenant, session))
+            self.engine.release_session(session, tenant=tenant)
+
+    async def arelease_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
+        """``release_session`` on an event loop."""
+        await asyncio.to_thread(self.release_session, session, tenant)
+
     def prepare(
         self,
         messages: Sequence[ChatMessage],

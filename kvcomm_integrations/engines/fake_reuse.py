@@ -41,6 +41,9 @@ class FakeReuse:
             for segment in request.prompt.segments:
                 if segment.kind is SegmentKind.PLACEHOLDER:
                     self._contents.setdefault(self._key(request, segment), params.agent)
+        if params.release and self._config.isolation is Isolation.SESSION:
+            scope = self._scope(request)
+            self._contents = {key: source for key, source in self._contents.items() if key[0] != scope}
         loaded = sum(segment.loaded for segment in segments)
         repaired = sum(segment.repaired for segment in segments)
         return RequestReport(
@@ -78,11 +81,14 @@ class FakeReuse:
         )
 
     def _key(self, request: GenerationRequest, segment: Segment) -> tuple[str, tuple[int, ...]]:
+        return self._scope(request), tuple(request.prompt.token_ids[segment.start : segment.end])
+
+    def _scope(self, request: GenerationRequest) -> str:
         params, isolation = request.params, self._config.isolation
         scope = "" if isolation is Isolation.GLOBAL else params.tenant
         if isolation is Isolation.SESSION:
             scope += "\0" + params.session
-        return scope, tuple(request.prompt.token_ids[segment.start : segment.end])
+        return scope
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -197,6 +197,14 @@ class ChatKVComm(BaseChatModel):
         """
         return serve_live(lambda: self.runtime.runs, port=port)
 
+    def release_session(self, session: str) -> None:
+        """Drop what is kept of a session's contents now, rather than after ``session_ttl_s`` of idleness."""
+        self.runtime.release_session(session, self.tenant)
+
+    async def arelease_session(self, session: str) -> None:
+        """``release_session`` on an event loop."""
+        await self.runtime.arelease_session(session, self.tenant)
+
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def _generate(

@@ -153,6 +153,22 @@ def test_tenants_with_equal_session_names_do_not_meet(tokenizer):
     assert all(segment.name != "agent:default:response" for segment in prepared.request.prompt.segments)
 
 
+async def test_a_released_session_is_forgotten_here_and_in_the_engine(tokenizer):
+    chat = runtime(tokenizer)
+    chat.release_session("never seen")
+    for tenant in ("default", "t"):
+        answer(chat, tenant=tenant, session="s", agent="x")
+    history = [*USER, ChatMessage("assistant", ANSWER, name="x"), ChatMessage("user", "Is that so?")]
+    for tenant in ("default", "t"):
+        list(chat.stream_sync(chat.prepare(history, agent="y", tenant=tenant, session="s")))
+    chat.release_session("s", tenant="other")
+    assert registered(chat, "s")
+    await chat.arelease_session("s")
+    assert registered(chat, "s") == []
+    assert all(not scope.startswith("default\0") for scope, _ in chat.engine._reuse._contents)
+    assert any(scope == "t\0s" for scope, _ in chat.engine._reuse._contents)
+
+
 def test_salts(tokenizer):
     assert tenant_salt("default") is None
     assert tenant_salt("a") == tenant_salt("a") != tenant_salt("b")
