@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvcomm_integrations import __version__
 from kvcomm_integrations.bench.options import add_speed_benchmarks
+from kvcomm_integrations.doctor.command import add_commands as add_doctor
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.report.commands import add_commands as add_report_commands
 
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(subcommands)
     _add_model(subcommands)
     add_report_commands(subcommands)
+    add_doctor(subcommands)
     _add_bench(subcommands)
     _add_state(subcommands)
     return parser

@@ -1,0 +1,50 @@
+"""What a check has found, and how findings are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.text import Text
+
+
+class State(StrEnum):
+    """How a check ended. Only ``bad`` makes the command fail."""
+
+    GOOD = "good"
+    WEAK = "weak"
+    """It works, but not all of it, or not well."""
+    BAD = "bad"
+    SKIPPED = "skipped"
+
+
+STYLES = {State.GOOD: "green", State.WEAK: "yellow", State.BAD: "bold red", State.SKIPPED: "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's answer."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do; empty if there is nothing to do."""
+
+
+def show(findings: Iterable[Finding], console: Console) -> int:
+    """Print findings as they come.
+
+    Returns:
+        the exit status: 1 if one is bad, else 0.
+    """
+    status = 0
+    for finding in findings:
+        line = Text.assemble((f"{finding.state.value:>8}", STYLES[finding.state]), f"  {finding.name}: {finding.found}")
+        console.print(line)
+        if finding.remedy:
+            console.print(Text(f"{'':>8}  -> {finding.remedy}"))
+        status = max(status, int(finding.state is State.BAD))
+    return status

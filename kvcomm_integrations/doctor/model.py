@@ -1,0 +1,103 @@
+"""Checks of a model from its files: attention, tokenizer, chat template. No weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcomm_integrations.doctor.finding import Finding, State
+from kvcomm_integrations.engines.codecs import codec_for
+from kvcomm_integrations.errors import KVCommError
+from kvcomm_integrations.prompts.builder import PromptBuilder
+from kvcomm_integrations.prompts.contents import ContentRegistry
+from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import SegmentKind
+
+SHARED = "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three bales a day?"
+"""A content two agents' prompts share."""
+
+
+def attention(model: str) -> Finding:
+    """Whether the model's attention is of the kind whose KV can be reused, as far as its configuration tells."""
+    config = read_config(model)
+    if config is None:
+        return Finding(
+            "Attention",
+            State.SKIPPED,
+            f"{model} is not a local folder with a config.json; the engine's start will tell",
+        )
+    reason = unsupported(config)
+    if reason:
+        return Finding(
+            "Attention",
+            State.BAD,
+            f"{reason}: requests are served, but densely",
+            "use a model with full attention, such as Llama, Qwen2.5, Qwen3 or SmolLM2",
+        )
+    return Finding("Attention", State.GOOD, f"full attention ({config.get('model_type', 'unknown type')})")
+
+
+def read_config(model: str) -> dict[str, Any] | None:
+    """A local model's configuration, or ``None``."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def unsupported(config: Mapping[str, Any]) -> str:
+    """Why a model of this configuration would be served densely; empty if nothing speaks against reuse."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    if text.get("kv_lora_rank"):
+        return "multi-head latent attention (MLA)"
+    if text.get("sliding_window") and text.get("use_sliding_window", True):
+        return f"sliding window of {text['sliding_window']} tokens"
+    kinds = set(text.get("layer_types") or ())
+    if len(kinds) > 1 or kinds & {"sliding_attention", "chunked_attention", "linear_attention", "mamba"}:
+        return f"hybrid attention ({', '.join(sorted(kinds))})"
+    return ""
+
+
+def tokenizer(model: str) -> list[Finding]:
+    """Tokenizer, chat template, tool calls, and whether shared content is found in another agent's prompt."""
+    try:
+        loaded = ChatTokenizer.from_pretrained(model)
+    except KVCommError as err:
+        return [Finding("Tokenizer", State.BAD, str(err), "give a folder with tokenizer.json and a chat template")]
+    findings = [Finding("Tokenizer", State.GOOD, f"{loaded.vocab_size} tokens")]
+    try:
+        codec = type(codec_for(loaded)).__name__
+        findings.append(Finding("Tool calls", State.GOOD, f"read by {codec}"))
+    except KVCommError as err:
+        findings.append(Finding("Tool calls", State.BAD, str(err), "choose another model"))
+    return [*findings, _template(loaded)]
+
+
+def _template(loaded: ChatTokenizer) -> Finding:
+    builder = PromptBuilder(loaded, ContentRegistry(), min_segment_tokens=1)
+    spans = []
+    try:
+        for agent in ("planner", "solver"):
+            messages = [ChatMessage("system", f"You are the {agent}."), ChatMessage("user", SHARED)]
+            prompt = builder.build(messages, session="doctor", agent=agent).prompt
+            spans.append(
+                {prompt.token_ids[s.start : s.end] for s in prompt.segments if s.kind is SegmentKind.PLACEHOLDER}
+            )
+    except KVCommError as err:
+        return Finding(
+            "Chat template", State.BAD, str(err), "give the model a chat template that takes a system message"
+        )
+    if spans[0] & spans[1]:
+        return Finding(
+            "Chat template", State.GOOD, "a question shared by two agents has the same tokens in both prompts"
+        )
+    return Finding(
+        "Chat template",
+        State.BAD,
+        "a question shared by two agents was not found in both prompts",
+        "the template changes what messages say; give the tokenizer another chat template",
+    )

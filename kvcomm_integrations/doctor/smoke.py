@@ -1,0 +1,85 @@
+"""Two agents on the real engine: does the second one load what the first one computed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.doctor.finding import Finding, State
+from kvcomm_integrations.doctor.model import SHARED
+from kvcomm_integrations.engines.base import SamplingOptions
+from kvcomm_integrations.engines.chat import ChatRuntime
+from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.errors import KVCommError
+from kvcomm_integrations.prompts.messages import ChatMessage
+
+TOKENS = 8
+"""Length of the agents' answers."""
+QUESTION = f"{SHARED} Hay costs four dollars a bale, with a fifth off for more than 300 bales at once. {SHARED}"
+
+
+def smoke(model: str) -> Iterator[Finding]:
+    """Start an engine, let two agents read the same question, and say what became of it. Takes about half a minute."""
+    reuse = ReuseConfig(policy="aligned", audit_rate=0.0, learn_rate=0.0)
+    engine = InProcessEngine(EngineConfig(model=model, max_model_len=1024, max_num_seqs=4, reuse=reuse))
+    try:
+        runtime = ChatRuntime(engine)
+        for agent in ("planner", "solver", "critic"):
+            _ask(runtime, agent)
+        stats = engine.call_workers("kvcomm_stats")
+        yield Finding("Engine", State.GOOD, "started, and answered three agents")
+        yield from judge(stats, engine.repair_refusal, runtime.runs.records())
+    except KVCommError as err:
+        yield Finding("Engine", State.BAD, str(err), "the message above, and vLLM's log before it, say why")
+    finally:
+        engine.close()
+
+
+def _ask(runtime: ChatRuntime, agent: str) -> None:
+    messages = [ChatMessage("system", f"You are the {agent} of a team."), ChatMessage("user", QUESTION)]
+    sampling = SamplingOptions(max_tokens=TOKENS, temperature=0)
+    list(runtime.stream_sync(runtime.prepare(messages, agent=agent, session="doctor", sampling=sampling)))
+
+
+def judge(stats: list[dict[str, Any]], repair_refusal: str | None, records: list[RunRecord]) -> Iterator[Finding]:
+    """What the workers' statistics and the agents' requests say.
+
+    Args:
+        stats: of each worker.
+        repair_refusal: why the repair pass cannot run, if so.
+        records: the agents' requests, in order.
+    """
+    disabled = next((worker["disabled"] for worker in stats if worker.get("disabled")), "")
+    layouts = {str(worker.get("layout", "")) for worker in stats}
+    if disabled or not all(layouts):
+        yield Finding(
+            "Cache layout",
+            State.BAD,
+            disabled or "the workers have not recognised the cache's layout",
+            "reuse is off for this model on this machine; requests are served densely",
+        )
+        return
+    yield Finding("Cache layout", State.GOOD, f"{', '.join(sorted(layouts))}, read back what the engine wrote")
+    if all(worker.get("verified") for worker in stats):
+        yield Finding("Rotary positions", State.GOOD, "keys of the same token agree at different positions")
+    else:
+        yield Finding("Rotary positions", State.BAD, "the self-check has not passed", "report the model's rope_scaling")
+    if repair_refusal:
+        yield Finding(
+            "Repair pass",
+            State.WEAK,
+            repair_refusal,
+            "reuse stops at the first text nobody has seen; the rest is computed",
+        )
+    else:
+        yield Finding("Repair pass", State.GOOD, "available")
+    best = max(records[1:], key=lambda record: record.loaded, default=None)
+    if best is not None and best.loaded:
+        yield Finding(
+            "Reuse", State.GOOD, f"the {best.agent} loaded {best.loaded} of {best.prompt_tokens} prompt tokens"
+        )
+    else:
+        reason = next((record.reason for record in reversed(records) if record.reason), "no reason was given")
+        yield Finding("Reuse", State.BAD, f"no agent loaded anything: {reason}", "see docs/troubleshooting.md")
