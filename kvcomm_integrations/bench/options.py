@@ -13,7 +13,7 @@ Prepare = Callable[[], str]
 
 
 def add_speed_benchmarks(kinds: Kinds, prepare: Prepare) -> None:
-    """Add ``micro``, ``ttft`` and ``serve`` to ``kvcomm bench``.
+    """Add ``micro``, ``ttft``, ``serve`` and ``overhead`` to ``kvcomm bench``.
 
     Args:
         kinds: where to add them.
@@ -22,6 +22,7 @@ def add_speed_benchmarks(kinds: Kinds, prepare: Prepare) -> None:
     _add_micro(kinds, prepare)
     _add_ttft(kinds, prepare)
     _add_serve(kinds, prepare)
+    _add_overhead(kinds, prepare)
 
 
 def at_least_one(text: str) -> int:
@@ -84,6 +85,7 @@ def _add_ttft(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="rounds measured (%(default)s)")
     parser.add_argument("--warm-rounds", type=int, default=1, metavar="N", help="timed but not counted (%(default)s)")
     parser.add_argument("--repair-depth", type=int, metavar="N", help="most tokens repaired per content (engine's own)")
+    parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
 
 
@@ -108,3 +110,15 @@ def _add_serve(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument(
         "--warmup", type=at_least_one, default=4, metavar="N", help="sessions to learn from (%(default)s)"
     )
+
+
+def _add_overhead(kinds: Kinds, prepare: Prepare) -> None:
+    parser = kinds.add_parser("overhead", help="plain vLLM against the connector where nothing is reused")
+    _common(parser, prepare, "overhead", "run_overhead", input=128, output=8, rounds=2, together=2)
+    parser.add_argument("--prefix", type=at_least_one, default=64, metavar="N", help="tokens of the system prompt")
+    parser.add_argument("--input", type=at_least_one, default=512, metavar="N", help="tokens of the question")
+    parser.add_argument(
+        "--output", type=at_least_one, default=32, metavar="N", help="tokens of an answer (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=9, metavar="N", help="rounds measured (%(default)s)")
+    parser.add_argument("--together", type=at_least_one, default=4, metavar="N", help="answers at once (%(default)s)")

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes
 from kvcomm_integrations.bench.scores import as_config, chosen_policies
+from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.bench.ttft_plot import plot_ttft
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
@@ -157,6 +158,13 @@ def run_ttft(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: an unknown policy, too many agents, or lengths that cannot be made.
     """
+    if args.synthetic is None:
+        return _run(args)
+    with synthetic_model(args.synthetic, args.model) as args.model:
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     sizes = [Sizes(*lengths) for lengths in product(args.prefix, args.input, args.output)]
     longest = max(size.prefix + size.input + args.agents * (size.output + 32) for size in sizes)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations import cli
-from kvcomm_integrations.bench import serve, ttft
+from kvcomm_integrations.bench import overhead, serve, ttft
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.memory import state_sizes
 from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
+from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Delta, GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError
@@ -62,8 +63,9 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> type[Clock]:
     Clock.tokenizer = ChatTokenizer.from_pretrained(demo_model)
     Clock.made = []
-    for module in (ttft, serve):
+    for module in (ttft, serve, overhead):
         monkeypatch.setattr(module, "InProcessEngine", Clock)
+    monkeypatch.setattr(overhead, "PlainEngine", Clock)
     return Clock
 
 
@@ -125,6 +127,18 @@ def test_serve(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyt
     assert cli.main(["bench", "serve", *options, "--graph", "ring"]) == 2
 
 
+def test_overhead(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "overhead.json"
+    assert cli.main(["bench", "overhead", "--model", str(demo_model), "--fast", "--json", str(out)]) == 0
+    assert "reuse off" in capsys.readouterr().out
+    engines = json.loads(out.read_text())["engines"]
+    assert [len(pace["ttft_ms"]) for pace in engines.values()] == [2, 2, 2]
+    plain, off, on = clock.made
+    assert not off.config.reuse.enabled and on.config.reuse.enabled and plain.closed
+    sent = [[r.prompt.token_ids for r in engine.requests] for engine in (plain, off, on)]
+    assert sent[0] == sent[1] == sent[2] and len(sent[0]) == len(set(sent[0])) == 3 * 3
+
+
 @pytest.mark.parametrize(("graph", "expected"), [("full", [0, 1, 2]), ("chain", [2]), ("star", [0])])
 def test_who_hears_whom(graph: str, expected: list[int]) -> None:
     assert list(serve.heard(graph, 3)) == expected
@@ -168,3 +182,13 @@ def test_options_are_plain() -> None:
     args: Any = cli._parser().parse_args(["bench", "ttft", "--prefix", "64", "256"])
     assert isinstance(args, argparse.Namespace)
     assert (args.prefix, args.input, args.output, args.agents) == ([64, 256], [1024], [512], 5)
+
+
+def test_a_synthetic_model_is_made_and_goes(demo_model: Path) -> None:
+    with synthetic_model("3x128", demo_model) as folder:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        assert (config["num_hidden_layers"], config["hidden_size"], config["num_key_value_heads"]) == (3, 128, 1)
+        assert ChatTokenizer.from_pretrained(folder).encode("Hello", allow_special=False)
+    assert not Path(folder).exists()
+    with pytest.raises(ConfigurationError, match="LAYERSxHIDDEN"), synthetic_model("3x100", demo_model):
+        pass
