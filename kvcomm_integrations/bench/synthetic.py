@@ -27,7 +27,7 @@ def synthetic_model(shape: str, tokenizer_of: str | Path) -> Iterator[str]:
     """A folder with a random Llama, gone after the block.
 
     Args:
-        shape: ``LAYERSxHIDDEN``, such as ``60x256``; the hidden size is a multiple of 128 (two heads share one KV head).
+        shape: ``LAYERSxHIDDEN``, such as ``60x256``; hidden sizes are multiples of 128 (two heads share one KV head).
         tokenizer_of: folder of the model whose tokenizer it takes.
 
     Raises:
