@@ -93,10 +93,14 @@ def _add_serve(kinds: Kinds, prepare: Prepare) -> None:
     parser = kinds.add_parser("serve", help="many teams at once: throughput, latency and stalls, dense against reuse")
     small = {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]}
     _common(parser, prepare, "serve", "run_serve", **small)
-    parser.add_argument("--agents", type=at_least_one, default=4, metavar="N", help="of each team (%(default)s)")
+    parser.add_argument("--agents", type=at_least_one, default=5, metavar="N", help="of each team (%(default)s)")
     parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
-    parser.add_argument("--prefix", type=at_least_one, default=256, metavar="N", help="tokens of a system prompt")
-    parser.add_argument("--input", type=at_least_one, default=768, metavar="N", help="tokens of the question")
+    parser.add_argument(
+        "--prefix", type=at_least_one, default=512, metavar="N", help="tokens of a system prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--input", type=at_least_one, default=1024, metavar="N", help="tokens of the question (%(default)s)"
+    )
     parser.add_argument(
         "--output", type=at_least_one, default=32, metavar="N", help="tokens of an answer (%(default)s)"
     )
