@@ -3,7 +3,7 @@
 #   PYTEST_ARGS="-k wire"    what pytest runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint docs clean
 
 BIN := .venv/bin
 
@@ -28,5 +28,8 @@ lint: setup  ## style, types and layers
 test: lint  ## style, types, layers, then every test
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+docs: setup  ## build the documentation into site/
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 clean:  ## remove .venv and caches of tools
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site
