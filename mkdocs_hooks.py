@@ -122,7 +122,7 @@ def error_classes() -> set[str]:
 
 
 def error_messages() -> list[tuple[str, str, str]]:
-    """Topic, class and message of every error that is raised with a message of its own; values are in angle brackets."""
+    """Topic, class and message of every error raised with a message of its own; values are in angle brackets."""
     names = error_classes()
     found = {}
     for path, tree in _trees().items():

@@ -27,7 +27,7 @@ from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
 RUN = {"README.md", "tutorial.md"} | {
     f"howto-{name}.md" for name in ("langgraph", "autogen", "report", "gate", "server")
 }
-"""Pages whose Python is executed, on an engine without a model. Other pages' Python is compiled and its imports made."""
+"""Pages whose Python is executed, on an engine without a model. Others' Python is compiled and its imports made."""
 
 
 def ids(found: list[Block]) -> list[str]:
