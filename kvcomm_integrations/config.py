@@ -94,6 +94,9 @@ class ReuseConfig(BaseModel):
     chain: bool | None = None
     """Take references from the agent that consumed a content just before, if that one ran dense; costs one more
     reference for every agent that consumes a content densely. ``None``: as the policy wants (``kvcmas`` does)."""
+    join_runs: bool = True
+    """Load contents that one earlier prompt holds in a row as one run, the template text between them included: only
+    the run's beginning is repaired. Off: each content is repaired at its beginning, and all template text."""
     strict: bool = False
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)

@@ -11,7 +11,9 @@ from kvcomm_integrations.connector.contents import Contents
 from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.index import EntryState, ReferenceIndex
 from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, make_plan, unpredictable
+from kvcomm_integrations.connector.seams import join
 from kvcomm_integrations.connector.tracking import Tracked, WorkersState
+from kvcomm_integrations.reuse.gate import GateDecision
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.wire import KVCommParams, Mode, Segment, SegmentKind
 
@@ -66,7 +68,7 @@ class Planner:
         """The segments of a prompt, covering it, with what may be loaded for each under a policy."""
         beginning = self.contents.beginning(tracked)
         names = dict(self.contents.later_fixed(tracked)) if self.loads_fixed(policy) else {}
-        return [
+        found = [
             self._beginning_candidate(tracked, segment)
             if segment == beginning
             else self._fixed_candidate(tracked, segment, policy, names.get(segment))
@@ -74,6 +76,27 @@ class Planner:
             else self._candidate(tracked, segment, policy)
             for segment in cover(tracked.params.segments, tracked.prompt_tokens)
         ]
+        if not self.config.join_runs or self.loads_fixed(policy):
+            return found
+        return join(
+            found,
+            tracked.request.prompt_token_ids or (),
+            tracked.scope,
+            self.index.lookup,
+            lambda candidate, tokens: self._decision(tracked, candidate, policy, tokens).repair_depth,
+        )
+
+    def _decision(self, tracked: Tracked, candidate: Candidate, policy: str, tokens: int) -> GateDecision:
+        """What the gate says of a content that is part of ``tokens`` tokens to be loaded in one go."""
+        entry = candidate.entry
+        assert entry is not None
+        edge = self.contents.edge(tracked, entry, candidate.segment.name)
+        return self.edges.decide(self._judge(policy), edge, entry, tokens)
+
+    def _judge(self, policy: str) -> str:
+        """Whose examples decide: a policy that learns nothing repairs as deep as the engine's own would."""
+        traits = policy_traits(policy)
+        return policy if traits is not None and traits.learns else self.config.policy
 
     def _candidate(self, tracked: Tracked, segment: Segment, policy: str) -> Candidate:
         tokens = segment.end - segment.start
@@ -87,11 +110,9 @@ class Planner:
             return Candidate(segment, reason="the rotation self-check has not run yet")
         edge = self.contents.edge(tracked, entry, segment.name)
         traits = policy_traits(policy)
-        # A policy that learns nothing repairs as deep as the engine's own would.
-        judge = policy if traits is not None and traits.learns else self.config.policy
-        decision = self.edges.decide(judge, edge, entry, tokens)
+        decision = self._decision(tracked, Candidate(segment, entry), policy, tokens)
         examples = self.edges.examples(policy, edge)
-        known = self.edges.report(judge, edge, why)
+        known = self.edges.report(self._judge(policy), edge, why)
         if not decision.load:
             return Candidate(
                 segment, reason=decision.reason, examples=examples, edge=known, unpredictable=decision.unpredictable
@@ -130,8 +151,10 @@ class Planner:
             return "audit"
         if traits is None or not traits.learns or (traits.gates and self.config.gate is Gate.ENTROPY):
             return ""
-        examples = [tracked.candidates[span.candidate].examples for span in plan.spans if not span.exact]
-        if min(examples) < self.config.mature_examples and draw.random() < self.config.learn_rate:
+        loaded = [tracked.candidates[span.candidate] for span in plan.spans if not span.exact]
+        placeholders = [candidate for candidate in loaded if candidate.segment.kind is SegmentKind.PLACEHOLDER]
+        examples = [candidate.examples for candidate in (loaded if self.loads_fixed(tracked.policy) else placeholders)]
+        if min(examples, default=0) < self.config.mature_examples and draw.random() < self.config.learn_rate:
             return "learning"
         return ""
 

@@ -52,3 +52,9 @@ class Entry:
     """Agent that had the content in its prompt last; empty while only the producer knows it."""
     last_dense: bool = False
     """That agent's prompt was computed densely."""
+    length: int = 0
+    """Tokens of the whole content, whether or not the last one's KV is held."""
+    before: str = ""
+    """Digest of the row before the content; empty if nothing may join on to it."""
+    after: str = ""
+    """Digest of the row up to the content's end."""

@@ -67,7 +67,7 @@ class ReferenceIndex:
         return self._entries.get(key)
 
     def find_part(self, scope: str, ids: Sequence[int]) -> tuple[Entry, int] | None:
-        """The response that holds these tokens in a row, and from which of its tokens on."""
+        """The reference that holds these tokens in a row, and from which of its tokens on."""
         run = self._runs.find(scope, ids)
         entry = self._by_id.get(run.ref_id) if run is not None else None
         return (entry, run.offset) if run is not None and entry is not None else None
@@ -91,16 +91,21 @@ class ReferenceIndex:
         exact: bool = False,
         parts_of: Sequence[int] = (),
         tenant: str = "",
+        produced: bool = False,
+        before: str = "",
+        after: str = "",
+        length: int | None = None,
     ) -> Entry | None:
         """Announce a reference that ``owner`` is about to compute, evicting others to make room.
 
         Args:
             exact: the content begins a prompt and will be copied to the same positions.
-        entry = Entry(
-            next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact, tenant=tenant,
-            produced=bool(parts_of),
-        )  # fmt: skip
-        self._worth.rate(entry)
+            parts_of: the content's token ids, if parts of it shall be found too.
+            tenant: whose share of the budget it takes.
+            produced: an answer, held as its producer computed it.
+            before: digest of the row before the content, if others may join on to it.
+            after: digest of the row up to the content's end.
+            length: tokens of the whole content, if that is not ``tokens``.
 
         Returns:
             ``None`` if the content is held or promised already, or cannot fit.
@@ -109,9 +114,21 @@ class ReferenceIndex:
         if key in self._entries or tokens <= 0 or not self._make_room(nbytes, tenant):
             return None
         entry = Entry(
-            next(self._ids), key, tokens, nbytes, name, source, dense, owner, exact=exact, tenant=tenant,
-            produced=bool(parts_of),
-        )  # fmt: skip
+            next(self._ids),
+            key,
+            tokens,
+            nbytes,
+            name,
+            source,
+            dense,
+            owner,
+            exact=exact,
+            tenant=tenant,
+            produced=produced,
+            length=tokens if length is None else length,
+            before=before,
+            after=after,
+        )
         self._worth.rate(entry)
         self._entries[key] = entry
         self._by_id[entry.ref_id] = entry

@@ -10,6 +10,7 @@ from kvcomm_integrations.connector.contents import Contents
 from kvcomm_integrations.connector.index import ContentKey, ReferenceIndex
 from kvcomm_integrations.connector.metadata import AuditJob, AuditVariant, HarvestJob, LoadJob, LoadSpan, ObserveJob
 from kvcomm_integrations.connector.plan import Candidate, Plan
+from kvcomm_integrations.connector.seams import Row
 from kvcomm_integrations.connector.tracking import Tracked, WorkersState
 from kvcomm_integrations.ids import content_id
 from kvcomm_integrations.wire import Mode
@@ -89,6 +90,7 @@ class Jobs:
         if len(ids) < self.config.min_segment_tokens:
             return []
         key = ContentKey(tracked.scope, content_id(ids))
+        row = [*(request.prompt_token_ids or ()), *ids]
         entry = self.index.promise(
             key,
             covered,
@@ -98,6 +100,10 @@ class Jobs:
             owner="",
             tenant=self.contents.tenant_scope(tracked),
             parts_of=ids[:covered],
+            produced=True,
+            before=tracked.row.at(tracked.prompt_tokens),
+            after=Row(row, [len(row)]).at(len(row)),
+            length=len(ids),
         )
         if entry is None:
             return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.candidates import Planner
 from kvcomm_integrations.connector.contents import FIRST_DENSE, Contents
 from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
+from kvcomm_integrations.connector.seams import seam_key, seams_of
 from kvcomm_integrations.connector.tracking import Lesson, Tracked
 from kvcomm_integrations.reuse.policies import policy_traits
 from kvcomm_integrations.wire import Mode
@@ -17,9 +19,11 @@ class Promises:
         index: references.
         contents: keys of a request's segments.
         planner: says which template text is worth keeping.
+        config: our settings.
     """
 
-    def __init__(self, index: ReferenceIndex, contents: Contents, planner: Planner) -> None:
+    def __init__(self, index: ReferenceIndex, contents: Contents, planner: Planner, config: ReuseConfig) -> None:
+        self.config = config
         self.index = index
         self.contents = contents
         self.planner = planner
@@ -46,9 +50,14 @@ class Promises:
                 dense=not tracked.guard.active,
                 owner=tracked.request.request_id,
                 tenant=self.contents.tenant_scope(tracked),
+                parts_of=self.contents.ids(tracked, segment),
+                before=tracked.row.at(segment.start),
+                after=tracked.row.at(segment.end),
             )
             if entry is not None:
                 tracked.harvests.append((entry, segment.start, segment.end))
+        if self.config.join_runs:
+            self._promise_seams(tracked)
         if any(map(self.planner.loads_fixed, policies)):
             self._promise_fixed(tracked)
 
@@ -60,6 +69,25 @@ class Promises:
             return FIRST_DENSE
         chains = any(map(self.contents.chains, (tracked.policy, *tracked.params.audit)))
         return tracked.params.agent if chains else None
+
+    def _promise_seams(self, tracked: Tracked) -> None:
+        row, ids = tracked.row, tracked.request.prompt_token_ids or []
+        contents = self.contents.placeholders(tracked)
+        answer = tracked.prompt_tokens if tracked.params.response_name else None
+        for start, end in seams_of(row, contents, lambda segment: self.contents.find(tracked, segment)[0], answer):
+            entry = self.index.promise(
+                seam_key(tracked.scope, row.at(end), ids[start:end]),
+                end - start,
+                name="",
+                source=tracked.params.agent,
+                dense=not tracked.guard.active,
+                owner=tracked.request.request_id,
+                tenant=self.contents.tenant_scope(tracked),
+                before=row.at(start),
+                after=row.at(end),
+            )
+            if entry is not None:
+                tracked.harvests.append((entry, start, end))
 
     def note_consumer(self, tracked: Tracked) -> None:
         """Remember who has a prompt's contents before them now, for whoever comes next."""

@@ -1,4 +1,4 @@
-"""Finds a content that is part of a held reference: an answer without its thinking, trimmed, or cut by a framework.
+"""Finds a content that is part of a held reference: an answer without its thinking or trimmed, a quoted question.
 
 References are indexed by every window of a few token ids, within their scope. A hit is confirmed token by token.
 """

@@ -73,7 +73,7 @@ class SchedulerHalf:
         self.edges = EdgeBook(config)
         self.contents = Contents(config, self.index)
         self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
-        self.promises = Promises(self.index, self.contents, self.planner)
+        self.promises = Promises(self.index, self.contents, self.planner, config)
         self.jobs = Jobs(config, self.index, self.contents, self.workers)
         self.answers = Answers(config, self.index, self.edges, self.workers, self.breaker)
         self.meter = Meter(config.metric_labels, config.policy, self.index, self.edges, self.breaker)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvcomm_integrations.connector.compat import Request
 from kvcomm_integrations.connector.index import Entry
 from kvcomm_integrations.connector.isolation import HashGuard
 from kvcomm_integrations.connector.metadata import LoadResult
 from kvcomm_integrations.connector.plan import Candidate, Plan, describe
+from kvcomm_integrations.connector.seams import Row
 from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
@@ -73,6 +75,11 @@ class Tracked:
     prompt_done: bool = False
     first_wait: float | None = None
     """Monotonic time of the first step spent waiting for another request's prefill."""
+
+    @cached_property
+    def row(self) -> Row:
+        """Digests of the prompt at the edges of its segments."""
+        return Row.of_prompt(self.request.prompt_token_ids or (), self.params.segments)
 
     @property
     def prompt_tokens(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 from kvcomm_integrations.connector.compat import Request, RequestStatus
 from kvcomm_integrations.connector.contents import Contents
@@ -31,19 +32,21 @@ def may_wait(tracked: Tracked) -> bool:
 
 
 def hits_unwritten(request: Request, exact: int, hash_block: int, others: Iterable[Request]) -> bool:
-    """The exact hit ends in a block that another request is about to write in this very step.
+    """The exact hit holds a block that another request is about to write in this very step.
 
     vLLM files blocks before they are computed; its own forward copes, but the repair pass runs before it.
     """
-    last = exact // hash_block - 1
-    if last < 0:
-        return False
-    wanted = request.block_hashes[last]
-    return any(
+    blocks = exact // hash_block
+    return blocks > 0 and any(
         other is not request
         and other.status == RequestStatus.RUNNING
         and other.num_computed_tokens < exact
-        and last < len(other.block_hashes)
-        and other.block_hashes[last] == wanted
+        and other.num_computed_tokens < hash_block * _shared(request.block_hashes[:blocks], other.block_hashes)
         for other in others
     )
+
+
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Leading blocks that two chains of hashes have in common: blocks that differ never agree again."""
+    most = min(len(one), len(other))
+    return bisect_left(range(most), True, key=lambda block: one[block] != other[block])

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.index import ContentKey, Entry
+from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState
 from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, describe, make_plan
 from kvcomm_integrations.connector.runs import RunIndex
+from kvcomm_integrations.connector.seams import Row, join, seam_key, seams_of
 from kvcomm_integrations.engines.codecs import codec_for
 from kvcomm_integrations.engines.tool_codec import tool_use
 from kvcomm_integrations.errors import ConfigurationError
@@ -216,8 +217,9 @@ class Forecast:
         self._exact: list[tuple[int, ...]] = []
         self._held: dict[tuple[int, ...], Entry] = {}
         self._beginnings: dict[tuple[int, ...], Entry] = {}
-        self._answers = RunIndex()
-        self._answered: list[Entry] = []
+        self._parts = RunIndex()
+        self._whole: list[Entry] = []
+        self._seams: dict[ContentKey, Entry] = {}
 
     def next(self, chat: Chat) -> Explanation:
         """What would become of this prompt; from then on it counts as seen."""
@@ -226,6 +228,8 @@ class Forecast:
         ids = prompt.token_ids
         segments = cover(prompt.segments, len(ids))
         candidates = [self._candidate(ids, segment, segment is segments[0]) for segment in segments]
+        if self._config.join_runs and self._config.repair:
+            candidates = join(candidates, ids, "", self._seams.get, lambda _, tokens: self._depth(tokens))
         exact = self._exact_tokens(ids)
         limits = Limits(self._config.repair, self._config.max_repair_share, self._config.max_repair_tokens)
         planned = make_plan(len(ids), exact, candidates, limits)
@@ -253,12 +257,15 @@ class Forecast:
             entry = self._beginnings.get(part) if first else None
             return Candidate(segment, entry, reason="exact copy" if entry else "")
         entry, offset = self._held.get(part), 0
-        if entry is None and (run := self._answers.find("", part)):
-            entry, offset = self._answered[run.ref_id], run.offset
+        if entry is None and (run := self._parts.find("", part)):
+            entry, offset = self._whole[run.ref_id], run.offset
         if entry is None:
             return Candidate(segment, reason="not seen before")
-        depth = min(self._config.repair_depth, len(part) // 2)
-        return Candidate(segment, entry, depth, "edge without examples", offset=offset)
+        return Candidate(segment, entry, self._depth(len(part)), "edge without examples", offset=offset)
+
+    def _depth(self, tokens: int) -> int:
+        """First tokens repaired of a content on first use."""
+        return min(self._config.repair_depth, tokens // 2)
 
     def _exact_tokens(self, ids: tuple[int, ...]) -> int:
         """Tokens in the prefix cache: whole blocks, and never the last token."""
@@ -266,24 +273,42 @@ class Forecast:
         return common // self._block_size * self._block_size
 
     def _learn(self, chat: Chat, ids: tuple[int, ...], segments: Sequence[Segment], plan: Plan) -> None:
+        row = Row.of_prompt(ids, segments)
         for segment in segments:
             part = ids[segment.start : segment.end]
             if segment.kind is SegmentKind.PLACEHOLDER:
-                self._held.setdefault(part, _entry(part, chat.agent))
+                edges = row.at(segment.start), row.at(segment.end)
+                self._hold(part, _entry(part, chat.agent, edges))
             elif segment is segments[0] and self._config.min_segment_tokens <= len(part) < len(ids):
                 self._beginnings.setdefault(part, _entry(part, chat.agent, exact=True))
         text = clean_text(chat.answer or "")
         answer = self._tokenizer.encode_plain(text) if text else ()
         if answer:
             self._registry.register_response(_SESSION, chat.agent, text, answer)
-            self._held.setdefault(answer, _entry(answer, chat.agent))
-            self._answers.add(len(self._answered), "", answer)
-            self._answered.append(self._held[answer])
+            whole = (*ids, *answer)
+            edges = row.at(len(ids)), Row(whole, [len(whole)]).at(len(whole))
+            self._hold(answer, _entry(answer, chat.agent, edges))
         self._exact.append((*ids, *answer)[: plan.first_approximate])
+        contents = [segment for segment in segments if segment.kind is SegmentKind.PLACEHOLDER]
+        for start, end in seams_of(row, contents, lambda s: self._held.get(ids[s.start : s.end]), len(ids)):
+            seam = _entry(ids[start:end], chat.agent, (row.at(start), row.at(end)))
+            self._seams.setdefault(seam_key("", row.at(end), ids[start:end]), seam)
+
+    def _hold(self, ids: tuple[int, ...], entry: Entry) -> None:
+        """A reference that is held from now on, whole and in part, unless there is one already."""
+        if ids not in self._held:
+            self._held[ids] = entry
+            self._parts.add(len(self._whole), "", ids)
+            self._whole.append(entry)
 
 
-def _entry(ids: tuple[int, ...], agent: str, *, exact: bool = False) -> Entry:
-    return Entry(0, ContentKey("", ""), len(ids), 0, "", agent, True, "", exact=exact)
+def _entry(ids: tuple[int, ...], agent: str, edges: tuple[str, str] = ("", ""), *, exact: bool = False) -> Entry:
+    """A reference that is held. ``edges``: digests of its row before and after it."""
+    before, after = edges
+    return Entry(
+        0, ContentKey("", ""), len(ids), 0, "", agent, True, "", EntryState.READY,
+        exact=exact, length=len(ids), before=before, after=after,
+    )  # fmt: skip
 
 
 def _with_reason(report: SegmentReport, candidate: Candidate) -> SegmentReport:

@@ -58,6 +58,15 @@ def test_a_response_is_found_whole_and_in_part() -> None:
         assert report["segments"][1]["loaded"] == held - min(4, len(content) // 2)
 
 
+def test_a_quoted_part_of_an_earlier_prompt_is_found() -> None:
+    engine = Engine(make_half())
+    engine.run(ask(), [1])
+    _, report = engine.run(ask(other(2), QUESTION[10:40]), [1])
+    assert report["segments"][1]["loaded"] == 30 - 4
+    _, report = engine.run(ask(other(3), [*QUESTION[10:39], 999]), [1])
+    assert report["segments"][1]["loaded"] == 0
+
+
 @pytest.mark.parametrize("way", ["reset", "session", "disabled"])
 @pytest.mark.parametrize("when", ["prefill", "finished"])
 def test_nothing_forgotten_is_harvested(way: str, when: str) -> None:

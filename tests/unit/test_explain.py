@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvcomm_integrations import cli
+from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.messages import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -196,6 +197,20 @@ def test_what_is_left_out_says_so(tokenizer) -> None:
     then = forecast.next(chat("critic", system="You are the critic of a team. " * 30))
     assert then.report.loaded == 0 and then.report.reason == "too much would have to be repaired"
     assert "too much around it" in parts(then)["user_question"].reason
+
+
+def test_a_history_behind_another_system_prompt_is_one_run(tokenizer) -> None:
+    forecast = Forecast(tokenizer)
+    forecast.next(chat("planner", answer=ANSWER))
+    then = forecast.next(chat("critic", ChatMessage("assistant", ANSWER, name="planner")))
+    question, between, answer = then.report.segments[1:4]
+    assert question.repaired == 32 and between.loaded == between.end - between.start
+    assert (answer.repaired, answer.source) == (0, "planner")
+    assert "earlier prompt" in between.reason
+    apart = Forecast(tokenizer, config=ReuseConfig(join_runs=False))
+    apart.next(chat("planner", answer=ANSWER))
+    then = apart.next(chat("critic", ChatMessage("assistant", ANSWER, name="planner")))
+    assert then.report.segments[2].loaded == 0 and then.report.segments[3].repaired == 32
 
 
 def test_edited_text_is_new(tokenizer) -> None:
