@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
@@ -17,6 +18,7 @@ from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 
 
+@lru_cache(maxsize=4096)
 def joined(*parts: str) -> str:
     """One string for names that clients choose, such that different names never give the same string."""
     return json.dumps(parts)

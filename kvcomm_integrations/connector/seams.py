@@ -107,14 +107,16 @@ def join(
         first, last = run[0].first, run[-1].second
         tokens = found[last].segment.end - found[first].segment.start
         left = max(depth(found[place], tokens) for place in (first, *(link.second for link in run)))
-        for link in run:
-            if link.seam is not None:
-                place = link.first + 1
-                joined[place] = replace(found[place], entry=link.seam, reason="stands so in an earlier prompt")
+        seams = {link.first + 1: link.seam for link in run}
         for place in range(first, last + 1):
-            size = found[place].segment.end - found[place].segment.start
-            joined[place] = replace(joined[place], depth=min(left, size))
-            left -= min(left, size)
+            candidate = found[place]
+            depth_here = min(left, candidate.segment.end - candidate.segment.start)
+            left -= depth_here
+            if candidate.segment.kind is SegmentKind.FIXED:
+                why = "stands so in an earlier prompt"
+                joined[place] = Candidate(candidate.segment, seams[place], depth_here, why)
+            elif depth_here != candidate.depth:
+                joined[place] = replace(candidate, depth=depth_here)
     return joined
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,7 @@ def create_policy(name: str, **options: Any) -> Policy:
     return policy(**options)
 
 
+@lru_cache(maxsize=256)
 def policy_traits(name: str) -> PolicyTraits | None:
     """The traits of a policy or a variant of it, or ``None`` if there is none of that name."""
     policy = _load(name.partition(":")[0])
