@@ -12,16 +12,23 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
-from lc_helpers import fake, who
+from lc_helpers import CHATML, byte_tokenizer, fake, who
 
 from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.langchain import ChatKVComm
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import RequestReport, SegmentKind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WAYS = ("invoke", "ainvoke", "stream", "astream")
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    """One token a byte, whatever model other tests use: here lengths in tokens matter."""
+    return byte_tokenizer(CHATML)
 
 
 @pytest.fixture
