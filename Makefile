@@ -3,7 +3,7 @@
 #   PYTEST_ARGS="-k wire"    what pytest runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs clean
+.PHONY: help setup demo test lint docs notebooks clean
 
 BIN := .venv/bin
 
@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## build .venv with everything the demo and the tests need
 	@.ci/setup
@@ -30,6 +30,9 @@ test: lint  ## style, types, layers, then every test
 
 docs: setup  ## build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
+
+notebooks: setup  ## run every example notebook on the real engine and store what it shows
+	KVCOMM_NOTEBOOKS=write $(BIN)/pytest tests/engine/test_notebooks.py
 
 clean:  ## remove .venv and caches of tools
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site

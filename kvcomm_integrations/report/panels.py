@@ -63,8 +63,8 @@ def _savings(records: Sequence[RunRecord]) -> Markup:
     )
 
 
-def _agents(records: Sequence[RunRecord]) -> Markup:
-    agents = by_agent(records)
+def agent_table(records: Sequence[RunRecord]) -> Markup:
+    """Medians of each agent, as a table."""
     head = ("agent", "requests", "prompt", *KINDS, "first token", "dense", "speed-up")
     rows = [
         (
@@ -75,8 +75,13 @@ def _agents(records: Sequence[RunRecord]) -> Markup:
             milliseconds(agent.dense.ttft_ms) if agent.dense else "–",
             f"{agent.speedup:.2f}" if agent.speedup else "–",
         )
-        for agent in agents
+        for agent in by_agent(records)
     ]
+    return _table("Medians by agent", head, rows)
+
+
+def _agents(records: Sequence[RunRecord]) -> Markup:
+    agents = by_agent(records)
     note = (
         "Medians. Dense: the same agents' requests that asked for a run without reuse."
         if any(agent.dense for agent in agents)
@@ -88,7 +93,7 @@ def _agents(records: Sequence[RunRecord]) -> Markup:
         tag("p", note),
         agent_bars(agents),
         _legend("phase", {phase: PHASE_MEANINGS[phase] for phase in PHASES[:-1]}),
-        _table("Medians by agent", head, rows),
+        agent_table(records),
     )
 
 

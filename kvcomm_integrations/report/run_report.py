@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from kvcomm_integrations.engines.runs import RunRecord
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.report.figures import KINDS, by_agent
 from kvcomm_integrations.report.page import page
+from kvcomm_integrations.report.panels import agent_table
 
 
 class RunReport:
@@ -41,6 +43,20 @@ class RunReport:
             {"number": record.number, "agent": record.agent, "session": record.session, **part.model_dump(mode="json")}
             for record in self.records
             for part in record.segments
+        ]
+
+    def agents(self) -> list[dict[str, Any]]:
+        """One flat dict per agent: medians of tokens and of milliseconds to the first token, with reuse and dense."""
+        return [
+            {
+                "agent": agent.name,
+                "requests": agent.reuse.count if agent.reuse else 0,
+                **{f"{kind}_tokens": agent.tokens[kind] for kind in ("prompt", *KINDS)},
+                "ttft_ms": agent.reuse.ttft_ms if agent.reuse else None,
+                "dense_ttft_ms": agent.dense.ttft_ms if agent.dense else None,
+                "speedup": agent.speedup,
+            }
+            for agent in by_agent(self.records)
         ]
 
     def html(self) -> str:
@@ -79,6 +95,10 @@ class RunReport:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table of agents."""
+        return agent_table(self.records)
 
     def __repr__(self) -> str:
         return f"RunReport({len(self.records)} requests)"

@@ -117,6 +117,13 @@ def test_json_lines_go_there_and_back(run: list[RunRecord], tmp_path: Path) -> N
     assert RunReport(run).segment_rows()[0]["agent"] == "solver"
 
 
+def test_a_table_of_agents(run: list[RunRecord]) -> None:
+    rows = RunReport(run).agents()
+    assert [row["agent"] for row in rows] == ["planner", "solver", "critic"]
+    assert (rows[1]["loaded_tokens"], rows[1]["ttft_ms"], rows[1]["dense_ttft_ms"]) == (45.0, 50.0, 150.0)
+    assert RunReport(run)._repr_html_().count("<tr>") == 4
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

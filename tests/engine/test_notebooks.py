@@ -1,0 +1,39 @@
+"""The example notebooks on the real engine: one by default, all with ``make notebooks``.
+
+With ``KVCOMM_NOTEBOOKS=write`` their outputs are stored in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+ALWAYS = {"debate_graph"}
+WANTED = os.environ.get("KVCOMM_NOTEBOOKS", "")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem not in ALWAYS and WANTED not in ("all", "write"):
+        pytest.skip("run by `make notebooks`")
+    monkeypatch.setenv("KVCOMM_TEST_MODEL", str(demo_model))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(path, as_version=4)
+    kernel = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=kernel)
+    asyncio.run(client.async_execute())
+    assert "loaded" in str(notebook.cells)
+    if WANTED == "write":
+        for cell in notebook.cells:
+            cell.metadata = {}
+        notebook.metadata["language_info"] = {"name": "python", "version": ".".join(map(str, sys.version_info[:2]))}
+        nbformat.write(notebook, path)
