@@ -82,28 +82,48 @@ def agent_bars(agents: Sequence[AgentFigures]) -> Markup:
     return _svg(lines, WIDTH, len(rows) * ROW)
 
 
-def timeline(records: Sequence[RunRecord]) -> Markup:
-    """The requests of one session over time: a row per agent, each request's phases one after another."""
+def timeline(records: Sequence[RunRecord], dense: Sequence[RunRecord] = ()) -> Markup:
+    """The requests of one session over time: a row per agent, each request's phases one after another.
+
+    Args:
+        records: the session's requests.
+        dense: the same session run densely, drawn below each agent's row from its own start; empty if there is none.
+    """
     agents = list(dict.fromkeys(record.agent for record in records))
-    origin = min(record.started for record in records)
-    span = max((record.started - origin) * 1e3 + record.total_ms for record in records) or 1.0
-    scale = (WIDTH - LABEL - 20) / span
-    lines = [_label(name, row * ROW) for row, name in enumerate(agents)]
-    for record in records:
-        x, y = LABEL + (record.started - origin) * 1e3 * scale, agents.index(record.agent) * ROW
-        for phase, spent in record.phases.items():
-            title = f"{record.agent}, request {record.number}: {phase} {milliseconds(spent)}"
-            lines.append(_bar(x, y, spent * scale, f"phase-{phase}", title))
-            x += spent * scale
-    bottom = len(agents) * ROW
+    step = 2 * ROW if dense else ROW
+    ways = [(records, 0), (dense, ROW)] if dense else [(records, 0)]
+    span = max(_span(own) for own, _ in ways) or 1.0
+    left = LABEL + (90 if dense else 0)
+    scale = (WIDTH - left - 20) / span
+    lines = []
+    for row, name in enumerate(agents):
+        lines.append(_label(name, row * step))
+        if dense:
+            lines.append(tag("text", "with reuse", x=LABEL, y=row * step + 14, class_="quiet"))
+            lines.append(tag("text", "dense", x=LABEL, y=row * step + ROW + 14, class_="quiet"))
+    for own, shift in ways:
+        origin = min(record.started for record in own)
+        for record in own:
+            x, y = left + (record.started - origin) * 1e3 * scale, agents.index(record.agent) * step + shift
+            for phase, spent in record.phases.items():
+                title = f"{record.agent}, request {record.number}: {phase} {milliseconds(spent)}"
+                lines.append(_bar(x, y, spent * scale, f"phase-{phase}", title))
+                x += spent * scale
+    bottom = len(agents) * step
     for share in (0.0, 0.5, 1.0):
-        x = LABEL + share * (WIDTH - LABEL - 20)
+        x = left + share * (WIDTH - left - 20)
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
         lines.append(tag("line", x1=_n(x), x2=_n(x), y1=0, y2=bottom + 4, class_="axis"))
         lines.append(
             tag("text", milliseconds(share * span), x=_n(x), y=bottom + 18, text_anchor=anchor, class_="quiet")
         )
     return _svg(lines, WIDTH, bottom + 24)
+
+
+def _span(records: Sequence[RunRecord]) -> float:
+    """Milliseconds from the first request's start to the last one's end."""
+    origin = min(record.started for record in records)
+    return max((record.started - origin) * 1e3 + record.total_ms for record in records)
 
 
 def prompt_map(record: RunRecord, longest: int) -> Markup:

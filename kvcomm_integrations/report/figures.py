@@ -138,13 +138,40 @@ def _count(edge: EdgeFigures, part: SegmentReport, told: EdgeReport | None) -> N
         edge.why = told.why or part.reason
 
 
-def sessions(records: Iterable[RunRecord]) -> dict[tuple[str, str, str], list[RunRecord]]:
-    """Requests by tenant, session and whether they asked to run densely, each in order of their start."""
-    groups: dict[tuple[str, str, str], list[RunRecord]] = {}
+@dataclass(frozen=True)
+class SessionRuns:
+    """One session's requests, and the session that did the same densely, if there is one."""
+
+    tenant: str
+    session: str
+    records: tuple[RunRecord, ...]
+    dense: tuple[RunRecord, ...] = ()
+
+    @property
+    def alone_and_dense(self) -> bool:
+        """A dense session that no other is compared with."""
+        return is_dense(self.records[0])
+
+
+def sessions(records: Iterable[RunRecord]) -> list[SessionRuns]:
+    """Requests by session, in order of their start. A dense session goes with the one of the same agents before or
+    after it, the first with the first."""
+    groups: dict[tuple[str, str, bool], list[RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.started):
-        way = "dense" if is_dense(record) else "reuse"
-        groups.setdefault((record.tenant, record.session, way), []).append(record)
-    return groups
+        groups.setdefault((record.tenant, record.session, is_dense(record)), []).append(record)
+    waiting: dict[tuple[str, ...], list[tuple[str, str, bool]]] = {}
+    for key, own in groups.items():
+        if key[2]:
+            waiting.setdefault(tuple(record.agent for record in own), []).append(key)
+    found, used = [], set()
+    for key, own in groups.items():
+        if not key[2]:
+            partners = waiting.get(tuple(record.agent for record in own), []) if own[0].asked is Mode.AUTO else []
+            partner = partners.pop(0) if partners else None
+            used.add(partner)
+            found.append(SessionRuns(*key[:2], tuple(own), tuple(groups[partner]) if partner else ()))
+    found += [SessionRuns(*key[:2], tuple(own)) for key, own in groups.items() if key[2] and key not in used]
+    return sorted(found, key=lambda runs: runs.records[0].started)
 
 
 def _phases(records: Sequence[RunRecord]) -> Phases | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcomm_integrations.engines.runs import PHASES, RunRecord
 from kvcomm_integrations.report.drawing import agent_bars, agent_graph, prompt_map, timeline
-from kvcomm_integrations.report.figures import KINDS, by_agent, edges, is_dense, sessions, totals
+from kvcomm_integrations.report.figures import KINDS, SessionRuns, by_agent, edges, is_dense, sessions, totals
 from kvcomm_integrations.report.markup import Markup, join, tag
 from kvcomm_integrations.report.words import milliseconds, moment, share
 from kvcomm_integrations.wire import Mode
@@ -98,35 +98,38 @@ def _agents(records: Sequence[RunRecord]) -> Markup:
 
 
 def _timelines(records: Sequence[RunRecord]) -> Markup:
-    groups = list(sessions(records).items())
+    groups = sessions(records)
     shown = groups[-SESSIONS_SHOWN:]
-    parts = []
-    for (tenant, session, way), own in shown:
-        rows = [
-            (record.agent, record.number, moment(record.started), *(milliseconds(v) for v in record.phases.values()))
-            for record in own
-        ]
-        owner = "" if tenant == "default" else f" of {tenant}"
-        parts.append(
-            tag(
-                "details",
-                tag(
-                    "summary",
-                    f"Session {session}{owner}, {'dense' if way == 'dense' else 'with reuse'}: {len(own)} requests",
-                ),
-                timeline(own),
-                _table("Each request, by phase", ("agent", "request", "started", *PHASES), rows),
-                id=f"session-{own[0].number}",
-                open=(tenant, session, way) == shown[-1][0],
-            )
-        )
     hidden = len(groups) - len(shown)
     return _section(
         "timeline",
         "Timeline of each session",
         tag("p", f"The latest {len(shown)} of {len(groups)} sessions.") if hidden else None,
         _legend("phase", PHASE_MEANINGS),
-        parts,
+        [_session(runs, opened=runs is shown[-1]) for runs in shown],
+    )
+
+
+def _session(runs: SessionRuns, *, opened: bool) -> Markup:
+    way = "dense" if runs.alone_and_dense else "with reuse, beside the same densely" if runs.dense else "with reuse"
+    owner = "" if runs.tenant == "default" else f" of {runs.tenant}"
+    rows = [
+        (
+            record.agent,
+            record.number,
+            "dense" if is_dense(record) else "with reuse",
+            moment(record.started),
+            *(milliseconds(spent) for spent in record.phases.values()),
+        )
+        for record in (*runs.records, *runs.dense)
+    ]
+    return tag(
+        "details",
+        tag("summary", f"Session {runs.session}{owner}, {way}: {len(runs.records)} requests"),
+        timeline(runs.records, runs.dense),
+        _table("Each request, by phase", ("agent", "request", "way", "started", *PHASES), rows),
+        id=f"session-{runs.records[0].number}",
+        open=opened,
     )
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvcomm_integrations.engines.runs import RunRecord
-from kvcomm_integrations.report.figures import by_agent, edges, totals
+from kvcomm_integrations.report.figures import by_agent, edges, sessions, totals
 from kvcomm_integrations.report.markup import tag
 from kvcomm_integrations.report.page import SECTIONS, live_page
 from kvcomm_integrations.report.run_report import RunReport
@@ -70,6 +70,21 @@ def test_the_page_shows_the_runs_numbers(run: list[RunRecord]) -> None:
     assert first.divergence == 0.125 and "0.125 nats" in page
     assert "1 of 5 requests ran densely as audits" in page
     assert "ended with EngineError" in page
+
+
+def test_a_dense_session_goes_with_its_like(record: Callable[..., RunRecord]) -> None:
+    dense = {"asked": "dense", "tenant": "dense"}
+    rows = [
+        record(number=1, session="w", asked="observe", started=1.0),
+        record(number=2, session="d1", started=2.0, **dense),
+        record(number=3, session="r1", started=3.0),
+        record(number=4, session="d2", started=4.0, **dense),
+        record(number=5, session="r2", started=5.0),
+        record(number=6, session="d3", started=6.0, agent="critic", **dense),
+    ]
+    found = [(runs.session, [row.session for row in runs.dense]) for runs in sessions(rows)]
+    assert found == [("w", []), ("r1", ["d1"]), ("r2", ["d2"]), ("d3", [])]
+    assert RunReport(rows).html().count("beside the same densely") == 2
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_runs(run: list[RunRecord]) -> None:
