@@ -202,6 +202,11 @@ class RunLog:
             self._running[id(recording)] = recording
         return recording
 
+    def number(self) -> int:
+        """The next request's position in the log."""
+        with self._lock:
+            return next(self._numbers)
+
     def add(self, record: RunRecord, recording: Recording | None = None) -> None:
         """Note a finished request."""
         with self._lock:

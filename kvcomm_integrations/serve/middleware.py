@@ -26,6 +26,7 @@ from kvcomm_integrations.serve.asgi import (
 )
 from kvcomm_integrations.serve.describe import describe, tokenizer_files
 from kvcomm_integrations.serve.reports import reporting, watch
+from kvcomm_integrations.serve.runs import LiveRoute
 from kvcomm_integrations.serve.state import StateRoutes
 from kvcomm_integrations.serve.tenants import Tenants, UnknownTenantError, divided, salt_of
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
@@ -51,6 +52,7 @@ class KVCommMiddleware:
         self._app = app
         self._tenants = Tenants.from_environment()
         self._state = StateRoutes.from_environment()
+        self._live = LiveRoute.from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -63,6 +65,9 @@ class KVCommMiddleware:
         if self._state.wants(scope):
             await self._state.answer(scope["app"].state.engine_client, scope, receive, send)
             return
+        if self._live.wants(scope):
+            await self._live.answer(scope, receive, send)
+            return
         try:
             tenant = self._tenant(scope)
         except UnknownTenantError as error:
@@ -72,7 +77,7 @@ class KVCommMiddleware:
         if scope["method"] == "GET" and path in (INFO_PATH, TOKENIZER_PATH):
             await self._tell(path, client, scope, receive, send)
         elif scope["method"] == "POST" and path in SALTED_PATHS:
-            watch(client)
+            watch(client, self._live)
             await self._pass_on(tenant, scope, receive, send)
         elif scope["method"] == "POST" and tenant is not None and path not in HARMLESS_PATHS:
             await send_error(send, 403, f"{path} keeps no tenants apart, so this server does not offer it")

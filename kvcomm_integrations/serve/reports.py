@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcomm_integrations.serve.asgi import Message, Send
+from kvcomm_integrations.serve.runs import LiveRoute
 from kvcomm_integrations.wire import WIRE_KEY
 
 _END = b"data: [DONE]"
@@ -30,22 +31,26 @@ class Holder:
 _holder: ContextVar[Holder | None] = ContextVar("kvcomm_report", default=None)
 
 
-def watch(client: Any) -> None:
+def watch(client: Any, live: LiveRoute | None = None) -> None:
     """Have an engine client's answers note their reports. Idempotent.
 
     Args:
         client: vLLM's engine client, the one the server's handlers use.
+        live: records every finished request, if it is switched on.
     """
     if getattr(client, _WATCHED, False):
         return
     generate = client.generate
 
     async def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        timer = live.begin() if live is not None and live.enabled else None
         async with aclosing(generate(*args, **kwargs)) as outputs:
             async for output in outputs:
                 holder = _holder.get()
                 if holder is not None and output.finished:
                     holder.params = output.kv_transfer_params
+                if timer is not None:
+                    timer.output(output)
                 yield output
 
     client.generate = watched
