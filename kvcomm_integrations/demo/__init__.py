@@ -61,7 +61,8 @@ def run_demo(args: argparse.Namespace) -> int:
         _write(args.json, as_json(comparison))
     if args.report is not None:
         runs = comparison.runs
-        (runs.to_jsonl if args.report.suffix in (".json", ".jsonl") else runs.to_html)(args.report)
+        written = (runs.to_jsonl if args.report.suffix in (".json", ".jsonl") else runs.to_html)(args.report)
+        print(f"{written}: {len(runs)} requests")
     return 0
 
 

@@ -26,7 +26,8 @@ def add_commands(subcommands: argparse._SubParsersAction[argparse.ArgumentParser
 def _report(args: argparse.Namespace) -> int:
     from kvcomm_integrations.report.run_report import read_runs
 
-    read_runs(args.runs).to_html(args.output)
+    report = read_runs(args.runs)
+    print(f"{report.to_html(args.output)}: {len(report)} requests")
     return 0
 
 

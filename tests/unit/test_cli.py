@@ -87,9 +87,10 @@ def test_model_prints_the_folder_only(demo_model: Path, capsys: pytest.CaptureFi
     assert (folder / "config.json").is_file()
 
 
-def test_report_makes_a_page(tmp_path: Path) -> None:
+def test_report_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "run.jsonl"
     runs.write_text('{"agent": "critic", "segments": [], "prompt_tokens": 7}\n')
     assert cli.main(["report", str(runs), "-o", str(tmp_path / "out.html")]) == 0
     assert "critic" in (tmp_path / "out.html").read_text()
+    assert capsys.readouterr().out == f"{tmp_path / 'out.html'}: 1 requests\n"
     assert cli.main(["report", str(tmp_path / "none.jsonl")]) == 2
