@@ -4,7 +4,7 @@ First the team answers every question once, densely: that gives the answers all 
 and (on the warm-up questions) the corrections. Then every agent's prompt is sent again for its first token only,
 densely and with each policy in turn, in an order that alternates. In between the prefix cache is emptied, so that what
 both ways find in it is what a team finds there: the agents' system prompts. The first agent, which has nobody to load
-from, gets a session of its own each time.
+from, gets a session of its own each time. Interrupted, it shows the medians of what it has measured by then.
 """
 
 from __future__ import annotations
@@ -175,19 +175,28 @@ def _run(args: argparse.Namespace) -> int:
         model=args.model, max_model_len=longest + 256, kv_cache_bytes=CACHE_BYTES, seed=args.seed, reuse=reuse
     )
     engine = InProcessEngine(config)
-    settings = []
+    settings: list[dict[str, Any]] = []
+    interrupted = False
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("starting vLLM", total=None)
             for number, size in enumerate(sizes):
                 bench = TtftBench(engine, PaperTeam(engine.tokenizer, args.agents, size, args.seed + number), policies)
                 samples = {way: [Samples() for _ in bench.team.names] for way in bench.ways}
-                for step in _steps(bench, samples, args):
-                    progress.update(task, description=f"{size.prefix}/{size.input}/{size.output}: {step}")
-                settings.append({"sizes": asdict(size), "policies": _figures(samples, policies)})
+                try:
+                    for step in _steps(bench, samples, args):
+                        progress.update(task, description=f"{size.prefix}/{size.input}/{size.output}: {step}")
+                except KeyboardInterrupt:
+                    interrupted = True
+                if all(sample.ttft_ms for agents in samples.values() for sample in agents):
+                    settings.append({"sizes": asdict(size), "policies": _figures(samples, policies)})
+                if interrupted:
+                    break
                 engine.reset_prefix_cache(references=True)
     finally:
         engine.close()
+    if not settings:
+        raise KeyboardInterrupt
     _show(settings)
     first = settings[0]["policies"][policies[0]]
     result = {"agents": first, "settings": settings, "config": as_config(args)}

@@ -113,6 +113,35 @@ def test_ttft(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyte
     assert {r.params.teach for r in answered if r.params.session == "round-0"} == {True}
 
 
+@pytest.mark.parametrize(("requests", "status", "samples"), [(20, 0, 1), (5, 130, None)])
+def test_an_interrupted_ttft_shows_what_it_has(
+    clock: type[Clock],
+    monkeypatch: pytest.MonkeyPatch,
+    demo_model: Path,
+    tmp_path: Path,
+    requests: int,
+    status: int,
+    samples: int | None,
+) -> None:
+    """Three agents: 3 x 2 answers, 1 lesson, then 4 requests for each agent and round."""
+    answer = Clock.generate_sync
+
+    def until_interrupted(self: Clock, request: GenerationRequest) -> Iterator[Delta]:
+        if len(self.requests) >= requests:
+            raise KeyboardInterrupt
+        yield from answer(self, request)
+
+    monkeypatch.setattr(Clock, "generate_sync", until_interrupted)
+    out = tmp_path / "ttft.json"
+    sizes = "--agents 3 --prefix 128 --input 256 --output 16 --warmup 1 --rounds 2 --warm-rounds 0"
+    options = ["--model", str(demo_model), *sizes.split(), "--json", str(out)]
+    assert cli.main(["bench", "ttft", *options]) == status
+    assert out.exists() == (samples is not None)
+    assert clock.made[0].closed
+    if samples is not None:
+        assert {agent["n"] for agent in json.loads(out.read_text())["agents"]} == {samples}
+
+
 def test_serve(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "serve.json"
     options = ["--model", str(demo_model), "--fast", "--rate", "1000", "--json", str(out)]
