@@ -23,7 +23,11 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvcomm`` with ``argv`` (default: the process's own) and return the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not hasattr(args, "vllm_options"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.vllm_options = rest
     command: Command = args.command
     try:
         return command(args)
@@ -42,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvcomm {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(subcommands)
+    _add_serve(subcommands)
     _add_explain(subcommands)
     _add_model(subcommands)
     add_report_commands(subcommands)
@@ -88,6 +93,39 @@ def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _demo(args: argparse.Namespace) -> int:
     run_demo: Command = import_module("kvcomm_integrations.demo").run_demo
     return run_demo(args) or 0
+
+
+# --- kvcomm serve ----------------------------------------------------------------------------------------------------
+
+
+def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "serve",
+        help="vLLM's OpenAI-compatible server with KV reuse",
+        usage="kvcomm serve MODEL [options] [any option of vLLM's server]",
+        description="Starts vLLM's OpenAI-compatible server with the kvcomm connector. Options that are not listed "
+        "here are vLLM's own: --port, --max-model-len, --tensor-parallel-size, --api-key and so on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id")
+    parser.add_argument("--reuse", default="{}", metavar="JSON", help='reuse settings, such as \'{"policy": "ridge"}\'')
+    parser.add_argument(
+        "--tenant-keys", type=Path, metavar="FILE", help='who is who by API key: {"<key>": "<tenant>", ...}'
+    )
+    parser.add_argument(
+        "--tenant-header", default="", metavar="NAME", help="header in which a trusted proxy names the tenant"
+    )
+    parser.add_argument("--allow-dense", action="store_true", help="also serve models whose KV cannot be reused")
+    parser.add_argument(
+        "--start-timeout", type=float, default=3600, metavar="S", help="longest start, seconds (default: %(default)s)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show vLLM's log from the beginning")
+    parser.set_defaults(command=_serve, vllm_options=[])
+
+
+def _serve(args: argparse.Namespace) -> int:
+    run_serve: Command = import_module("kvcomm_integrations.serve.command").run_serve
+    return run_serve(args)
 
 
 # --- kvcomm bench ----------------------------------------------------------------------------------------------------

@@ -42,14 +42,23 @@ def require_vllm() -> str:
             f"vLLM cannot be imported ({error}); install kvcomm-integrations[vllm] on a GPU machine or "
             "kvcomm-integrations[cpu] on a CPU"
         ) from error
-    numbers = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    check_version(vllm.__version__)
+    return str(vllm.__version__)
+
+
+def check_version(version: str) -> None:
+    """Refuse versions of vLLM that we do not know.
+
+    Raises:
+        ConfigurationError: the version is not supported.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     low, high = SUPPORTED_VLLM
     if not low <= numbers < high:
         raise ConfigurationError(
-            f"vLLM {vllm.__version__} is not supported; install a version from {low[0]}.{low[1]} on and below "
+            f"vLLM {version} is not supported; install a version from {low[0]}.{low[1]} on and below "
             f"{high[0]}.{high[1]}"
         )
-    return str(vllm.__version__)
 
 
 def engine_args(config: EngineConfig) -> AsyncEngineArgs:

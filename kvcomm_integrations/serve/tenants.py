@@ -55,7 +55,8 @@ class Tenants:
             raise ConfigurationError(
                 f"tenants come either from keys ({path!r}) or from a header ({name!r}), not from both; drop one"
             )
-        return cls(keys=read_keys(Path(path)) if path else {}, header=name)
+        keys = read_keys(Path(path)) if path else {}
+        return cls(keys={_hash(key): tenant for key, tenant in keys.items()}, header=name)
 
     def of(self, scope: Scope) -> str | None:
         """The tenant of a request; ``None`` where the server tells none apart.
@@ -77,8 +78,8 @@ class Tenants:
         return None
 
 
-def read_keys(path: Path) -> dict[bytes, str]:
-    """Hash of API key to tenant, from a JSON object of keys and tenants.
+def read_keys(path: Path) -> dict[str, str]:
+    """API key to tenant, from a JSON object of keys and tenants.
 
     Raises:
         ConfigurationError: the file cannot be read, or a name or key cannot be used. Shows no key.
@@ -95,7 +96,7 @@ def read_keys(path: Path) -> dict[bytes, str]:
                 f"{str(path)!r}, entry {number}: the tenant {tenant!r} must be 1 to 64 letters, digits or _.@- and its "
                 "key not empty"
             )
-    return {_hash(key): tenant for key, tenant in found.items()}
+    return found
 
 
 def divided(tenant: str, said: str) -> str:
