@@ -65,6 +65,9 @@ class ReuseConfig(BaseModel):
     """Who may load a content."""
     min_segment_tokens: int = Field(default=8, ge=1)
     """Shorter placeholders are computed, tokens."""
+    discover_min_tokens: int | None = Field(default=None, ge=16)
+    """Runs of so many tokens that an earlier request of the same cache salt had too are reused even where a request
+    says nothing of its contents (plain OpenAI clients); ``None``: such requests are left alone."""
     store_bytes: int = Field(default=2 << 30, ge=0)
     """Budget for references on one worker, bytes; the least useful are evicted."""
     reference_device: ReferenceDevice = ReferenceDevice.HOST

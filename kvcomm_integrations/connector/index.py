@@ -72,6 +72,10 @@ class ReferenceIndex:
         entry = self._by_id.get(run.ref_id) if run is not None else None
         return (entry, run.offset) if run is not None and entry is not None else None
 
+    def longest_part(self, scope: str, ids: Sequence[int], start: int) -> int:
+        """How many tokens from ``start`` on some content holds in a row."""
+        return self._runs.longest(scope, ids, start)
+
     def touch(self, entry: Entry) -> None:
         """Count a use."""
         entry.uses += 1

@@ -52,6 +52,18 @@ class RunIndex:
             if found is not None and found.ref_id == ref_id:
                 del self._windows[key]
 
+    def longest(self, scope: str, ids: Sequence[int], start: int) -> int:
+        """How many tokens from ``start`` on some reference holds in a row."""
+        run = self._windows.get((scope, tuple(ids[start : start + WINDOW])))
+        if run is None:
+            return 0
+        _, whole = self._ids[run.ref_id]
+        held = len(whole) - run.offset
+        return next(
+            (n for n in range(WINDOW, min(held, len(ids) - start)) if whole[run.offset + n] != ids[start + n]),
+            min(held, len(ids) - start),
+        )
+
     def find(self, scope: str, ids: Sequence[int]) -> Run | None:
         """The reference that holds exactly these tokens in a row, if one does."""
         if len(ids) < WINDOW:

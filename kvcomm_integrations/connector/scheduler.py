@@ -27,6 +27,7 @@ from kvcomm_integrations.connector.compat import (
     unsupported_reason,
 )
 from kvcomm_integrations.connector.contents import Contents, content_scope, names_session
+from kvcomm_integrations.connector.discovery import Discovery
 from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.index import ReferenceIndex
 from kvcomm_integrations.connector.isolation import HashGuard
@@ -75,6 +76,7 @@ class SchedulerHalf:
         self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
         self.promises = Promises(self.index, self.contents, self.planner, config)
         self.jobs = Jobs(config, self.index, self.contents, self.workers)
+        self.discovery = Discovery(config, self.index)
         self.answers = Answers(config, self.index, self.edges, self.workers, self.breaker)
         self.meter = Meter(config.metric_labels, config.policy, self.index, self.edges, self.breaker)
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
@@ -111,10 +113,13 @@ class SchedulerHalf:
             params = KVCommParams(mode=Mode.DENSE)
             self._track(request, params, refusal=str(error))
             return
+        discovered = params is None and self.discovery.wanted(request)
+        if discovered:
+            params = self.discovery.params(request)
         if params is None:
             self._others[request.request_id] = request
             return
-        self._track(request, params, refusal=self.planner.refusal(request, params))
+        self._track(request, params, refusal=self.planner.refusal(request, params), discovered=discovered)
 
     def match(self, request: Request, exact: int) -> int | None:
         """External tokens for a request about to be admitted, or ``None``: ask again next step.
@@ -153,6 +158,8 @@ class SchedulerHalf:
         if tracked.refusal or tracked.params.mode is Mode.DENSE:
             tracked.candidates = [Candidate(s) for s in cover(tracked.params.segments, tracked.prompt_tokens)]
             return 0
+        if tracked.discovered and not tracked.admitted:  # others may have been admitted since it arrived
+            tracked.params = self.discovery.params(tracked.request)
         if wants_promised(self.contents, tracked, exact) and may_wait(tracked):
             return None
         if tracked.params.mode is Mode.OBSERVE:
@@ -306,12 +313,12 @@ class SchedulerHalf:
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
 
-    def _track(self, request: Request, params: KVCommParams, refusal: str) -> None:
+    def _track(self, request: Request, params: KVCommParams, refusal: str, *, discovered: bool = False) -> None:
         scope = content_scope(request, params, self.config.isolation)
         policy = params.policy or self.config.policy
         guard = HashGuard(request, self._hash_block)
         self.index.scopes.enter(scope, self.index.clock())
-        self._tracked[request.request_id] = Tracked(request, params, scope, policy, guard, refusal)
+        self._tracked[request.request_id] = Tracked(request, params, scope, policy, guard, discovered, refusal)
 
     def _live(self) -> Iterable[Request]:
         yield from (tracked.request for tracked in self._tracked.values())

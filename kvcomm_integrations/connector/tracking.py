@@ -51,6 +51,8 @@ class Tracked:
     scope: str
     policy: str
     guard: HashGuard
+    discovered: bool = False
+    """It brought no parameters; its segments were found in its tokens, and its new ones may hold others'."""
     refusal: str = ""
     """Why this request runs densely whatever its contents; empty if it need not."""
     candidates: list[Candidate] = field(default_factory=list)
