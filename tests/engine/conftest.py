@@ -11,22 +11,50 @@ import pytest
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import Client
+from tests.engine.served import ServedEngine, connect, kvcomm_serve
 
 os.environ.setdefault("KVCOMM_PROGRESS", "0")
 os.environ.setdefault("KVCOMM_FAULT_INJECTION", "1")
 
 
+REUSE = ReuseConfig(policy="aligned", audit_rate=0.0, store_bytes=1 << 30, min_segment_tokens=1)
+"""Rotation-only reuse, repair on, nothing left to chance."""
+BOTH = ("inprocess", "served")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests marked ``served`` on the engine in this process and on one behind HTTP."""
+    if "engine" in metafunc.fixturenames and metafunc.definition.get_closest_marker("served"):
+        metafunc.parametrize("engine", BOTH, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def engine(demo_model: Path) -> Iterator[InProcessEngine]:
-    """SmolLM2 in float32 with rotation-only reuse, repair on, nothing left to chance."""
-    reuse = ReuseConfig(policy="aligned", audit_rate=0.0, store_bytes=1 << 30, min_segment_tokens=1)
-    engine = InProcessEngine(EngineConfig(model=str(demo_model), max_model_len=2048, max_num_seqs=16, reuse=reuse))
+def engine(request: pytest.FixtureRequest) -> InProcessEngine | ServedEngine:
+    """SmolLM2 in this process, or a tiny random model behind ``kvcomm serve``."""
+    name = "served_engine" if getattr(request, "param", BOTH[0]) == "served" else "inprocess_engine"
+    found: InProcessEngine | ServedEngine = request.getfixturevalue(name)
+    return found
+
+
+@pytest.fixture(scope="session")
+def inprocess_engine(demo_model: Path) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(EngineConfig(model=str(demo_model), max_model_len=2048, max_num_seqs=16, reuse=REUSE))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
-def client(engine: InProcessEngine) -> Client:
+def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    log = tmp_path_factory.mktemp("served") / "server.log"
+    options = ["--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20)]
+    with kvcomm_serve(tiny_model, ["--reuse", REUSE.model_dump_json(), *options], log) as url:
+        engine = connect(tiny_model, url, reuse=REUSE)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def client(engine: InProcessEngine | ServedEngine) -> Client:
     return Client(engine)
 
 

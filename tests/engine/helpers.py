@@ -10,6 +10,7 @@ from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingO
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import Mode, RequestReport, Segment, SegmentKind
+from tests.engine.served import ServedEngine
 
 Part = str | tuple[str, tuple[int, ...]]
 """Template text, or a named content by its token ids."""
@@ -55,7 +56,7 @@ class Answer:
 class Client:
     """Sends hand-made prompts to an engine."""
 
-    def __init__(self, engine: InProcessEngine) -> None:
+    def __init__(self, engine: InProcessEngine | ServedEngine) -> None:
         self.engine = engine
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.wire import RequestReport
 from tests.engine.helpers import ROLES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 AGENTS = ("planner", "solver", "critic")
 TURNS = 5

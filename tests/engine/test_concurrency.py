@@ -12,7 +12,7 @@ import pytest
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 
 def _blocks_held(client: Client, seconds: float = 20.0) -> float:

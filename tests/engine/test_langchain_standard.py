@@ -11,7 +11,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.langchain import ChatKVComm
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 
 class TestOnTheRealEngine(ChatModelIntegrationTests):

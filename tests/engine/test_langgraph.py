@@ -18,7 +18,7 @@ from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.wire import RequestReport, SegmentKind
 from tests.engine.helpers import QUESTIONS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 QUESTION = " ".join(QUESTIONS)
 

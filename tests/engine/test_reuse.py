@@ -9,7 +9,7 @@ import pytest
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 
 def test_second_agent_loads_what_the_first_has_seen(client: Client, session: str) -> None:
