@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -36,6 +36,8 @@ class Stub:
     info: dict[str, Any] | None = field(
         default_factory=lambda: {"version": "0", "wire": WIRE_VERSION, "connector": True, "refusal": ""}
     )
+    connector: bool = False
+    """Our connector without our middleware: answers in one piece carry reports, streams do not."""
     key: str = ""
     answer: str = "The answer is six."
     status: int = 200
@@ -89,6 +91,8 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
                 return
             if self.path == "/v1/models":
                 self._json(200, {"data": stub.models})
+            elif self.path == "/health":
+                self._json(200, {})
             elif self.path == INFO_PATH and stub.info is not None:
                 self._json(200, stub.info)
             else:
@@ -108,7 +112,8 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
             elif body.get("stream"):
                 self._stream((stub.events or well)(stub, body))
             else:
-                self._json(200, {"choices": [{"text": "x"}], "kv_transfer_params": None})
+                report = {WIRE_KEY: {"prompt_tokens": 1}} if stub.connector else None
+                self._json(200, {"choices": [{"text": "x"}], "kv_transfer_params": report})
 
         def _note(self, body: dict[str, Any]) -> None:
             stub.seen.append(Seen(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
@@ -161,6 +166,20 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that leave are what some tests are about."""

@@ -177,6 +177,18 @@ def test_a_server_without_our_connector_is_used_and_named_once(
     assert "kv_transfer_params" not in stub.completions()[0].body
 
 
+def test_our_connector_without_our_middleware_is_noticed(
+    connect: Connect, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM started by hand, with the connector only: prompts are reused, streams bring no report."""
+    stub.info, stub.connector = None, True
+    engine = connect()
+    with caplog.at_level(logging.WARNING):
+        assert run(engine)[-1].report is None
+    assert "sends no reports with streamed answers" in caplog.text
+    assert WIRE_KEY in stub.completions()[0].body["kv_transfer_params"]
+
+
 def test_a_failed_handshake_is_tried_again(connect: Connect, stub: Stub) -> None:
     engine = connect()
     models, stub.models = stub.models, []
