@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,6 +50,7 @@ __all__ = [
     "calling_runner",
     "current_connector",
     "hash_block_size",
+    "holds_first_layer",
     "logits_of",
     "rank_heads",
     "rehash",
@@ -237,6 +238,11 @@ def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
     with torch.inference_mode():
         logits: torch.Tensor | None = runner.model.compute_logits(hidden)
         return logits
+
+
+def holds_first_layer() -> bool:
+    """Whether this worker's layers begin with the model's; later stages of a pipeline's do not."""
+    return not model_parallel_is_initialized() or bool(get_pp_group().is_first_rank)
 
 
 def calling_runner() -> Any:

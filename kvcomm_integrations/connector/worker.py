@@ -24,6 +24,7 @@ from kvcomm_integrations.connector.compat import (
     agree_on_faults,
     attention_layers,
     calling_runner,
+    holds_first_layer,
     repair_refusal,
     write_with_engine,
 )
@@ -104,6 +105,9 @@ class WorkerHalf:
         if self.disabled or not caches:
             return
         self.attach(calling_runner())
+        self.verified = (
+            not holds_first_layer()
+        )  # only the model's first layer can be checked: its stage does it for all
         layers = attention_layers(self._vllm_config)
         names = list(caches)
         try:
