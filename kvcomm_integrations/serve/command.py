@@ -76,7 +76,10 @@ def _check_reuse(found: Launch, args: argparse.Namespace, server: Supervisor) ->
 def _info(found: Launch) -> ServerInfo | None:
     """What the server says of itself; ``None`` if it asks for a key that is not ours to know."""
     headers = {"Authorization": f"Bearer {found.key}"} if found.key else {}
-    answer = httpx.get(found.url + INFO_PATH, headers=headers, timeout=30, verify=False, trust_env=False)
+    try:
+        answer = httpx.get(found.url + INFO_PATH, headers=headers, timeout=30, verify=False, trust_env=False)
+    except httpx.HTTPError:  # it was well a moment ago: whatever has happened shows in its log
+        return None
     if answer.status_code != httpx.codes.OK:
         return None
     return ServerInfo.model_validate(answer.json())

@@ -10,7 +10,12 @@ import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.compat import cache_bytes_per_token, hash_block_size, unsupported_reason
+from kvcomm_integrations.connector.compat import (
+    cache_bytes_per_token,
+    calling_runner,
+    hash_block_size,
+    unsupported_reason,
+)
 from kvcomm_integrations.connector.scheduler import SchedulerHalf
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, cache_config, engine_config, make_request, spec
 
@@ -27,6 +32,20 @@ def cache(dtype: str) -> Any:
 
 def parallel(**fields: int) -> Any:
     return SimpleNamespace(world_size=2, **fields)
+
+
+def test_the_model_runner_is_found_among_the_callers() -> None:
+    class SomeModelRunner:
+        def initialize(self) -> Any:
+            return Registers().register()
+
+    class Registers:
+        def register(self) -> Any:
+            return calling_runner()
+
+    runner = SomeModelRunner()
+    assert runner.initialize() is runner
+    assert Registers().register() is None
 
 
 REFUSED = [

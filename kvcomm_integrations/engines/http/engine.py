@@ -126,8 +126,8 @@ class HttpEngine(Engine):
             return self._loop, self._transport
 
     async def _generate(self, transport: Transport, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        server = self._server
-        assert server is not None
+        server, tokenizer = self._server, self._tokenizer
+        assert server is not None and tokenizer is not None
         tokens = len(request.prompt.token_ids)
         if tokens == 0:
             raise RequestRefusedError("the prompt is empty")
@@ -140,7 +140,7 @@ class HttpEngine(Engine):
         body = completion_body(request, server, request_id)
         headers = {SESSION_HEADER: session_key(request.params.tenant, request.params.session)}
         async with transport.lines("/v1/completions", body, headers) as lines:
-            async for delta in read_deltas(lines, request, lambda token: self.tokenizer.decode([token], False)):
+            async for delta in read_deltas(lines, request, lambda token: tokenizer.decode([token], False)):
                 yield delta
 
 
