@@ -8,8 +8,13 @@ from collections.abc import Iterable
 _PREFIX = re.compile(r"^(\([^)]*\)\s*)?([A-Z]+ \d\d-\d\d [\d:.]+ \[[^\]]*\]\s*)?")
 """Process name and log header that vLLM puts before lines."""
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Exit|Interrupt)): (?P<text>.+)")
+_VALUE = re.compile(r"^\s+(?:Value error|Assertion failed), (?P<text>.+?)(?: \[type=.*)?$")
+"""What a settings class of vLLM refuses, a line below pydantic's own heading."""
 _USAGE = re.compile(r"^\S+: error: (?P<text>.+)")
-_SECONDARY = ("Engine core initialization failed", "Engine process failed to start", "WorkerProc initialization failed")
+_SECONDARY = (
+    "validation error for", "validation errors for", "Engine core initialization failed",
+    "Engine process failed to start", "WorkerProc initialization failed",
+)  # fmt: skip
 """What vLLM says when the cause is further up."""
 
 REMEDIES = (
@@ -21,6 +26,8 @@ REMEDIES = (
      "vLLM cannot run this model; see its list of supported models"),
     (("Address already in use",), "choose another port with --port"),
 )  # fmt: skip
+LONGEST = 300
+"""Characters of vLLM's words that are shown."""
 NOTHING = "it said nothing; run again with --verbose to see its log"
 
 
@@ -36,10 +43,10 @@ def cause(lines: Iterable[str]) -> str:
     text = (own or found)[0]
     for signs, remedy in REMEDIES:
         if any(sign in text for sign in signs):
-            return f"{text}. Remedy: {remedy}"
+            return f"{text.rstrip('.')}. Remedy: {remedy}"
     return text
 
 
 def _error_of(line: str) -> str:
-    match = _ERROR.match(line) or _USAGE.match(line)
-    return match["text"].strip()[:600] if match else ""
+    match = _ERROR.match(line) or _VALUE.match(line) or _USAGE.match(line)
+    return match["text"].strip()[:LONGEST] if match else ""

@@ -20,7 +20,8 @@ from kvcomm_integrations.engines.http.engine import HttpEngine
 from kvcomm_integrations.engines.stats import SchedulerSnapshot
 
 ROOT = Path(__file__).parents[2]
-START_S = 150
+START_S = 250
+"""Longest start of a server, seconds: many times what an idle machine needs."""
 
 
 class ServedEngine(HttpEngine):

@@ -34,7 +34,7 @@ def serve(model: Path, *options: str) -> tuple[int, list[str]]:
         [*command, "--port", port, "--max-model-len", "512", *options],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=250,
         check=False,
         env=environment(),
         cwd=model,

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_what_is_sent(connect: Connect, stub: Stub) -> None:
     assert (params["agent"], params["session"], params["response_name"]) == ("solver", "s1", "agent:solver:response")
     assert params["segments"] == [{"kind": "placeholder", "name": "user_question", "start": 2, "end": 10}]
     assert seen.headers[SESSION_HEADER.lower()] == session_key("default", "s1")
+
+
+@pytest.mark.parametrize("salt", ["a/b::c@d", "x" * 2000, "é", "\0"])
+def test_any_salt_reaches_the_server_in_a_form_it_takes(connect: Connect, stub: Stub, salt: str) -> None:
+    engine = connect()
+    for own in (salt, salt + "!"):
+        list(engine.generate_sync(replace(request(), cache_salt=own)))
+    one, other = (seen.body["cache_salt"] for seen in stub.completions())
+    assert one != other
+    assert len(one) <= 128
+    assert one.isalnum()
 
 
 def test_the_longest_answer_fits_into_the_context(connect: Connect, stub: Stub) -> None:

@@ -136,7 +136,14 @@ def test_the_command_ends_with_one_line_and_status_two(arguments: list[str]) -> 
             ],
             r"^5 GiB is larger .* Remedy: .*--kv-cache-memory-bytes",
         ),
-        (["(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 error", "torch.Error: no"], "^1 error"),
+        (["(APIServer pid=1) torch.OutOfMemoryError: first", "ValueError: second"], "^first"),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, Model architectures ['X'] are not supported for now. [type=value_error, x]",
+            ],
+            r"^Model architectures \['X'\] are not supported for now\. Remedy: vLLM cannot run",
+        ),
         (["api_server.py: error: unrecognized arguments: --nonsense"], "unrecognized arguments: --nonsense"),
         (["RuntimeError: Engine core initialization failed."], "Engine core initialization failed"),
     ],

@@ -7,6 +7,7 @@ parse them a second time, has nothing to add.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,10 @@ _SAME_NAMES = (
 
 
 def completion_body(request: GenerationRequest, server: Server, request_id: str) -> dict[str, Any]:
-    """The JSON body for a request. What ``sampling`` leaves open is the server's default."""
+    """The JSON body for a request. What ``sampling`` leaves open is the server's default.
+
+    The salt travels as a hash: servers refuse long ones and some characters.
+    """
     options = request.sampling
     room = server.max_model_len - len(request.prompt.token_ids)
     body: dict[str, Any] = {
@@ -54,7 +58,7 @@ def completion_body(request: GenerationRequest, server: Server, request_id: str)
     if options.extra_args:
         body["vllm_xargs"] = options.extra_args
     if request.cache_salt:
-        body["cache_salt"] = request.cache_salt
+        body["cache_salt"] = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest()
     if server.connector:
         body["kv_transfer_params"] = request.params.to_transfer_params()
     return body
