@@ -25,9 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvcomm`` with ``argv`` (default: the process's own) and return the exit status."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if rest and not hasattr(args, "vllm_options"):
+    if hasattr(args, "vllm_options"):
+        args.vllm_options = rest
+    elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.vllm_options = rest
     command: Command = args.command
     try:
         return command(args)

@@ -52,7 +52,7 @@ class Tracked:
     policy: str
     guard: HashGuard
     discovered: bool = False
-    """It brought no parameters; its segments were found in its tokens, and its new ones may hold others'."""
+    """It brought no parameters; its segments were found in its tokens."""
     refusal: str = ""
     """Why this request runs densely whatever its contents; empty if it need not."""
     candidates: list[Candidate] = field(default_factory=list)

@@ -30,6 +30,17 @@ def test_version() -> None:
     assert done.stdout == f"kvcomm {__version__}\n"
 
 
+def test_only_serve_takes_options_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvcomm_integrations.serve.command as command
+
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(command, "run_serve", lambda args: seen.append(args) or 0)
+    assert cli.main(["serve", "m", "--port", "1", "--reuse", "{}", "--max-model-len=5"]) == 0
+    assert (seen[0].model, seen[0].reuse, seen[0].vllm_options) == ("m", "{}", ["--port", "1", "--max-model-len=5"])
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--port", "1"])
+
+
 def test_demo_has_defaults(demo_calls: list[argparse.Namespace]) -> None:
     assert cli.main(["demo"]) == 0
     args = vars(demo_calls[0])
