@@ -51,14 +51,21 @@ def settings_table(path: str) -> str:
         kind = getattr(info.annotation, "__name__", kind) if "[" not in kind and "|" not in kind else kind
         kind = re.sub(r"kvcomm_integrations\.[\w.]*\.", "", kind)
         default = "required" if info.is_required() else f"`{_default(info)}`"
-        bounds = ", ".join(str(limit) for limit in info.metadata)
+        bounds = ", ".join(filter(None, map(_bound, info.metadata)))
         meaning = " ".join((docs.get(field, "")).split()).replace("|", "\\|").replace("``", "`")
         lines.append(f"| `{field}` | `{kind}`{f' ({bounds})' if bounds else ''} | {default} | {meaning} |")
     return "\n".join(lines)
 
 
+def _bound(limit: Any) -> str:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "length at least"}
+    return ", ".join(f"{sign} {getattr(limit, name)}" for name, sign in signs.items() if hasattr(limit, name))
+
+
 def _default(info: Any) -> str:
     value = info.get_default(call_default_factory=True)
+    if isinstance(value, int) and value >= 1 << 30 and value % (1 << 30) == 0:
+        return f"{value >> 30} << 30"
     return f"{type(value).__name__}()" if hasattr(type(value), "model_fields") else str(getattr(value, "value", value))
 
 

@@ -17,7 +17,13 @@ from kvcomm_integrations.prompts.messages import ChatMessage
 
 TOKENS = 8
 """Length of the agents' answers."""
-QUESTION = f"{SHARED} Hay costs four dollars a bale, with a fifth off for more than 300 bales at once. {SHARED}"
+QUESTION = (
+    f"{SHARED} Hay costs four dollars a bale, and the dealer takes a fifth off for more than 300 at once. How much "
+    "does the farmer spend on hay in a week, how much would it be if five cows were sold, and would there still be a "
+    "discount then? A lorry carries forty bales and costs twelve dollars an hour; the way to the dealer and back takes "
+    "two hours. What does it cost to bring the hay of four weeks to the farm, and how many journeys are that?"
+)
+"""Long enough that repairing around it is clearly less than computing it."""
 
 
 def smoke(model: str) -> Iterator[Finding]:
