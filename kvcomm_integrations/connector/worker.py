@@ -402,6 +402,8 @@ class WorkerHalf:
         for reference in self.store.snapshot():
             if reference.source == edge.source and reference.name == edge.name:
                 self._leverages.of(name, policy, edge, reference)
+                if reference.ref_id not in self.store:  # dropped in the meantime: nobody would drop this again
+                    self._leverages.drop(reference.ref_id)
 
     def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
         assert self.cache is not None and self.rope is not None

@@ -206,6 +206,16 @@ def test_all_policies_together_keep_to_the_budget() -> None:
         assert known
 
 
+def test_nothing_is_kept_of_a_reference_dropped_while_the_background_works(half: WorkerHalf) -> None:
+    learn(half)
+    assert half.background.wait(10)
+    snapshot = half.store.snapshot()
+    half.save(StepMetadata(drops=[7]))
+    half.store.snapshot = lambda: snapshot  # type: ignore[method-assign]
+    half._prepare("ridge", half.policies["ridge"], EDGE)
+    assert half._leverages._known == {}
+
+
 def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: WorkerHalf) -> None:
     """A rank that attaches one step after another must not keep the repair pass off for good."""
     half.attach(object())
