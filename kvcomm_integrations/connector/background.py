@@ -8,8 +8,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +31,6 @@ class Background:
             self._tasks[key] = task
             self._condition.notify_all()
             if self._thread is None:
-                torch.get_num_threads()  # settles this thread's number, which the new thread's would overwrite
                 self._thread = threading.Thread(target=self._run, name="kvcomm-background", daemon=True)
                 self._thread.start()
 
@@ -58,7 +55,6 @@ class Background:
 
 
 def _yield_to_others() -> None:
-    """Take the lowest priority (on Linux threads have their own) and one core."""
-    torch.set_num_threads(1)
+    """Take the lowest priority. On Linux threads have their own, and those started from here inherit it."""
     if hasattr(os, "setpriority") and threading.current_thread() is not threading.main_thread():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
