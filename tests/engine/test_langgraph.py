@@ -8,7 +8,7 @@ import uuid
 from typing import Annotated, Any, TypedDict
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage
 from langgraph.graph import END, START, StateGraph
 
 from kvcomm_integrations.bench.roles import ROLES
@@ -71,6 +71,25 @@ async def test_parallel_branches_share_one_prefill(model: ChatKVComm) -> None:
     loaded = sorted(_report(a).loaded for a in state["answers"])
     assert loaded[0] == 0
     assert all(n > 0 for n in loaded[1:])
+
+
+def test_a_history_behind_another_system_prompt_is_loaded_as_one_run(model: ChatKVComm) -> None:
+    session = uuid.uuid4().hex
+    history: list[AnyMessage] = []
+    for question in QUESTIONS[:2]:
+        history.append(HumanMessage(question))
+        speaker = model.bind(max_tokens=16, kvcomm={"agent": "solver", "session": session})
+        history.append(speaker.invoke([SystemMessage(ROLES["solver"]), *history]))
+    reader = model.bind(max_tokens=4, kvcomm={"agent": "critic", "session": session})
+    report = _report(reader.invoke([SystemMessage(ROLES["critic"]), *history, HumanMessage(QUESTIONS[2])]))
+    names = [part.name for part in report.segments]
+    run = report.segments[1 : names.index("agent:solver:response#2") + 1]
+    assert [part.kind for part in run] == [SegmentKind.PLACEHOLDER, SegmentKind.FIXED] * 3 + [SegmentKind.PLACEHOLDER]
+    assert {part.source for part in run} == {"solver"}
+    first, *rest = run
+    assert first.repaired == 32
+    assert all(part.loaded + part.repaired == part.end - part.start for part in rest[:-1])
+    assert sum(part.repaired for part in rest) <= 1  # the first answer's last token, if it was cut off, has no KV
 
 
 def test_an_exception_in_a_node_leaves_nothing_behind(model: ChatKVComm, engine: InProcessEngine) -> None:
