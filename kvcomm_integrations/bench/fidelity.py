@@ -28,6 +28,9 @@ from kvcomm_integrations.wire import Mode
 CURVE = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17))
 """Ranges of examples per edge for the learning curve."""
 
+STATE_BYTES = 64 << 30
+"""All policies learn side by side, and none may forget because others have taken the room."""
+
 
 def run_fidelity(args: argparse.Namespace) -> int:
     """Run the benchmark as the command line asks for it and print its tables; returns the exit status.
@@ -38,7 +41,14 @@ def run_fidelity(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     taught, measured = chosen_contents(args)
     variants = tuple(name for name in policies if name not in POLICY_NAMES)
-    reuse = ReuseConfig(gate=Gate(args.gate), audit_rate=0, learn_rate=0, max_repair_share=1.0, variants=variants)
+    reuse = ReuseConfig(
+        gate=Gate(args.gate),
+        audit_rate=0,
+        learn_rate=0,
+        max_repair_share=1.0,
+        variants=variants,
+        state_bytes=STATE_BYTES,
+    )
     engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse))
     try:
         result = _measure(Asker(engine, args.max_tokens), policies, taught, measured, args)
