@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.langchain import ChatKVComm
 
-pytestmark = [pytest.mark.engine, pytest.mark.served]
+pytestmark = pytest.mark.engine
 
 
 class OneCall(ChatKVComm):
