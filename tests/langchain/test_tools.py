@@ -206,3 +206,15 @@ def test_tools_and_a_response_format_together(make_tools):
     assert form["type"] == "or" and form["elements"][1]["json_schema"] == schema
     with pytest.raises(ConfigurationError, match="cannot be combined"):
         model.bind_tools(TOOLS, tool_choice="any", response_format=response_format).invoke("q")
+
+
+@pytest.mark.parametrize("cut", ["{", '{"city": "Par', "", "[1]"])
+async def test_a_call_that_was_cut_off_is_never_run(make_tools, cut):
+    whole = block("weather", city="Rome")
+    text = whole + '\n<tool_call>\n{"name": "weather", "arguments": ' + cut
+    for answer in (
+        make_tools(text).bind_tools(TOOLS).invoke("weather?"),
+        await make_tools(text).bind_tools(TOOLS).ainvoke("weather?"),
+    ):
+        assert [call["args"] for call in answer.tool_calls if call["args"]] == [{"city": "Rome"}]
+        assert all(call["args"] or cut == "" for call in answer.tool_calls)
