@@ -156,19 +156,6 @@ def told(report: RequestReport) -> Row:
 
 
 def check(models: dict[str, Scripted], expected: list[Row], *, parallel: bool = False) -> None:
-    for way, model in models.items():
-        print("##", way)
-        for r in model.reports:
-            print(
-                "##   ",
-                told(r),
-                r.exact,
-                r.loaded,
-                r.repaired,
-                r.computed,
-                r.reason,
-                [(p.name or "-", p.exact, p.loaded, p.repaired, p.computed, p.reason) for p in r.segments],
-            )
     """In every way of running, the same agents load the same contents from the same caches.
 
     Args:
@@ -302,7 +289,8 @@ async def test_thread(load: Any, engine: InProcessEngine) -> None:
             ("solver", "user_question"),
             ("critic", "user_question<solver solver<solver"),
             ("solver", "user_question<solver solver<solver critic<critic user_question#2"),
-            ("critic", "user_question<solver solver<solver critic<critic user_question#2<solver solver#2<solver"),
+            # The second question is shorter than what is repaired at the beginning of its run with the answer.
+            ("critic", "user_question<solver solver<solver critic<critic user_question#2 solver#2<solver"),
         ],
     )
 
