@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvcomm_integrations.bench.asking import Asker
 from kvcomm_integrations.bench.prompting import AGENTS, Turn
+from kvcomm_integrations.bench.rounds import rounds
 from kvcomm_integrations.bench.scores import Score, as_config, chosen_contents, chosen_policies, save, show_scores
 from kvcomm_integrations.config import EngineConfig, Gate, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
@@ -66,16 +67,13 @@ def _measure(
     curve = {name: [Score() for _ in CURVE] for name in policies}
     calls = 0
     agents = AGENTS[: args.agents]
+
+    def ask(agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
+        session = f"fidelity-{number}"
+        return asker.ask(agent, content, turns, session=session, policies=policies, teach=teach, tokens=args.tokens)
+
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("teaching", total=(len(taught) + len(measured)) * len(agents))
-        for number, content in enumerate([*taught, *measured]):
-            teach = number < len(taught)
-            turns: list[Turn] = []
-            for agent in agents:
-                turn = asker.ask(agent, content, turns, session=f"fidelity-{number}", policies=policies,
-                                 teach=teach, tokens=args.tokens)  # fmt: skip
-                turns.append(turn)
-                progress.update(task, advance=1, description="teaching" if teach else "measuring")
+        for number, teach in rounds(progress, taught, measured, agents, ask):
             calls += 0 if teach else len(agents) - 1
             for audit in filter(_loads_shared, asker.audits()):
                 if not teach:
@@ -83,6 +81,7 @@ def _measure(
                 for place, (low, high) in enumerate(CURVE):
                     if teach and low <= number < high:
                         curve[audit["policy"]][place].add(audit)
+        timing = progress.add_task("timing", total=len(policies))
         result = {name: score.summary() for name, score in scores.items()}
         stats = asker.engine.call_workers("kvcomm_stats")[0]
         for name in policies:
@@ -90,8 +89,9 @@ def _measure(
             state, edges = stats["policies"].get(name, 0), stats["edges"].get(name, 0)
             result[name]["state_bytes"] = state
             result[name]["state_bytes_per_edge"] = state / edges if edges else 0.0
-            progress.update(task, description=f"timing {name}")
+            progress.update(timing, description=f"timing {name}")
             result[name]["ttft_ratio"] = _ttft_ratio(asker, name, measured, agents, len(taught), args.timed)
+            progress.advance(timing)
     return {
         "policies": result,
         "curve": {

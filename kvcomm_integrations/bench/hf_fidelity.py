@@ -17,6 +17,7 @@ from rich.table import Table
 from kvcomm_integrations.bench.hf_bench import Bench
 from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.prompting import AGENTS, Turn
+from kvcomm_integrations.bench.rounds import rounds
 from kvcomm_integrations.bench.scores import as_config, chosen_contents, chosen_policies, save, show_scores
 from kvcomm_integrations.config import Gate
 
@@ -42,14 +43,12 @@ def run_hf_fidelity(args: argparse.Namespace) -> int:
 
 def measure(bench: Bench, taught: Sequence[str], measured: Sequence[str], agents: Sequence[str]) -> dict[str, Any]:
     """Teach, then measure; the figures by policy."""
+
+    def ask(agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
+        return bench.ask(agent, content, turns, teach=teach)
+
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("teaching", total=(len(taught) + len(measured)) * len(agents))
-        for number, content in enumerate([*taught, *measured]):
-            teach = number < len(taught)
-            turns: list[Turn] = []
-            for agent in agents:
-                turns.append(bench.ask(agent, content, turns, teach=teach))
-                progress.update(task, advance=1, description="teaching" if teach else "measuring")
+        for _ in rounds(progress, taught, measured, agents, ask):
             bench.forget_contents()
     calls = len(measured) * (len(agents) - 1)
     result: dict[str, dict[str, Any]] = {}

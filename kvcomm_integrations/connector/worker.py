@@ -105,9 +105,8 @@ class WorkerHalf:
         if self.disabled or not caches:
             return
         self.attach(calling_runner())
-        self.verified = (
-            not holds_first_layer()
-        )  # only the model's first layer can be checked: its stage does it for all
+        # Only the model's first layer can be checked: the stage that holds it does so for all.
+        self.verified = not holds_first_layer()
         layers = attention_layers(self._vllm_config)
         names = list(caches)
         try:

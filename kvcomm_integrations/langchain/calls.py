@@ -7,7 +7,7 @@ import json
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
 from langchain_core.outputs import ChatResult
 
-from kvcomm_integrations.engines.pieces import Piece, ToolCallPiece
+from kvcomm_integrations.engines.pieces import LastPiece, Piece, ToolCallPiece
 
 
 class Calls:
@@ -15,11 +15,14 @@ class Calls:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[ToolCallPiece]] = {}
+        self._cut = False
 
     def note(self, piece: Piece) -> Piece:
-        """Remember a piece if it is of a call, and return it."""
+        """Remember a piece if it is of a call or says that the answer was cut off, and return it."""
         if isinstance(piece, ToolCallPiece):
             self._parts.setdefault(piece.index, []).append(piece)
+        elif isinstance(piece, LastPiece):
+            self._cut = piece.finish_reason == "length"
         return piece
 
     def settle(self, result: ChatResult) -> ChatResult:
@@ -32,8 +35,10 @@ class Calls:
             name = next((part.name for part in parts if part.name), "")
             call_id = next((part.id for part in parts if part.id), None)
             text = "".join(part.arguments for part in parts)
+            if not text and not self._cut:  # a call without arguments
+                text = "{}"
             try:
-                arguments = json.loads(text or "{}", strict=False)
+                arguments = json.loads(text, strict=False)
             except ValueError as error:
                 arguments, reason = None, str(error)
             else:
