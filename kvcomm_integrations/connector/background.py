@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -10,34 +11,52 @@ from collections.abc import Callable, Hashable
 
 logger = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
+"""Longest wait for a running task when the process exits, seconds; solving an edge takes about one."""
+
 
 class Background:
     """Runs tasks one after another while the engine has nothing better to do.
 
     Nobody waits for a task and nothing depends on it but time: what it computes ahead is computed when it is needed
-    if it has not run by then. The thread starts with the first task and ends with the process.
+    if it has not run by then. The thread starts with the first task and ends with ``close``, which also runs when the
+    process exits: a thread that is inside torch at that moment would end it with an abort.
     """
 
     def __init__(self) -> None:
         self._tasks: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
         self._condition = threading.Condition()
         self._busy = False
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, key: Hashable, task: Callable[[], None]) -> None:
-        """Run ``task`` some time; it replaces a waiting one with the same key."""
+        """Run ``task`` some time; it replaces a waiting one with the same key. Nothing runs after ``close``."""
         with self._condition:
+            if self._closed:
+                return
             self._tasks.pop(key, None)
             self._tasks[key] = task
             self._condition.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvcomm-background", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left to do; whether that came to pass within ``timeout`` seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._tasks and not self._busy, timeout)
+
+    def close(self) -> None:
+        """Drop what is waiting and wait until the running task is over. Idempotent."""
+        with self._condition:
+            self._closed = True
+            self._tasks.clear()
+            self._condition.notify_all()
+        if self._thread is not None:
+            atexit.unregister(self.close)
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         _yield_to_others()
@@ -45,7 +64,9 @@ class Background:
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: bool(self._tasks))
+                self._condition.wait_for(lambda: self._closed or bool(self._tasks))
+                if self._closed:
+                    return
                 _, task = self._tasks.popitem(last=False)
                 self._busy = True
             try:

@@ -153,6 +153,10 @@ class KVCommConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_half.take_report()
 
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.background.close()
+
     def _step(self) -> StepMetadata:
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMetadata)

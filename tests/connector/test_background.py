@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -84,3 +86,33 @@ def test_what_was_computed_while_the_edge_learned_is_not_kept() -> None:
 
     policy: Any = Learning()
     assert [book.of("p", policy, EDGE, reference) for _ in range(2)] == [0.25, 0.5]
+
+
+LEAVING = """
+import time, torch
+from kvcomm_integrations.connector.background import Background
+
+def work():
+    for _ in range(40):
+        torch.linalg.qr(torch.randn(64, 128, 128))
+
+background = Background()
+background.submit("solve", work)
+background.submit("waiting", work)
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_cleanly_while_something_is_computed() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_runs_after_close() -> None:
+    background, ran = Background(), []
+    background.submit("first", lambda: ran.append("first"))
+    assert background.wait(10)
+    background.close()
+    background.close()
+    background.submit("second", lambda: ran.append("second"))
+    assert ran == ["first"]
