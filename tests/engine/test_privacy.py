@@ -14,25 +14,33 @@ pytestmark = pytest.mark.engine
 
 SCRIPT = """
 import logging, sys
+from dataclasses import replace
 logging.basicConfig(level=logging.DEBUG)
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, Client, system
 
 def main():
     model, secret = sys.argv[1:]
-    reuse = ReuseConfig(policy="ridge", audit_rate=0.3, learn_rate=0.3)
+    reuse = ReuseConfig(policy="ridge", audit_rate=0.0, learn_rate=0.0)
     engine = InProcessEngine(EngineConfig(model=model, max_model_len=512, kv_cache_bytes=1 << 28, reuse=reuse))
     client = Client(engine)
     content = client.encode(secret)
     loaded = 0
-    for number in range(6):
-        prompt = client.prompt(system(["planner", "solver", "critic"][number % 3]), ("user_question", content), END)
-        loaded += client.ask(prompt, agent=f"a{number % 3}", session="s").report.loaded
+    for number, role in enumerate(["planner", "solver", "critic"]):
+        prompt = client.prompt(system(role), ("user_question", content), END)
+        loaded += client.ask(prompt, agent=f"a{number}", session="s").report.loaded
+    engine.reset_prefix_cache()
+    dense = client.request(prompt, agent="a2", session="s", mode=Mode.OBSERVE)  # learned from, and audited
+    client.run(replace(dense, params=dense.params.model_copy(update={"audit": ("ridge",)})))
+    engine.drain()
+    audits = engine.call_workers("kvcomm_take_audits")[0]
+    engine.reset_prefix_cache()
     engine.call_workers("kvcomm_inject_fault", "correct", "raise", 1)
     client.ask(prompt, agent="b", session="s")
     engine.close()
-    print("LOADED", loaded)
+    print("LOADED", loaded, "AUDITS", len(audits))
 
 if __name__ == "__main__":
     main()
@@ -52,8 +60,9 @@ def test_nothing_of_a_prompt_is_logged_at_debug(tiny_model: Path, tmp_path: Path
         env={**os.environ, "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": os.getcwd(), "KVCOMM_FAULT_INJECTION": "1"},
     )
     said = done.stdout + done.stderr
-    [loaded] = re.findall(r"LOADED (\d+)", said)
+    [(loaded, audits)] = re.findall(r"LOADED (\d+) AUDITS (\d+)", said)
     assert int(loaded) > 0
+    assert int(audits) > 0
     assert "injected fault" in said  # the workers' logs are among what is looked at
     assert "DEBUG" in said
     assert not re.search("swordfish|halibut|locker", said)
