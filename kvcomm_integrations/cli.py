@@ -116,6 +116,9 @@ def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--tenant-header", default="", metavar="NAME", help="header in which a trusted proxy names the tenant"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="show the latest requests at /kvcomm, to this machine (kvcomm top reads it)"
+    )
     parser.add_argument("--allow-dense", action="store_true", help="also serve models whose KV cannot be reused")
     parser.add_argument(
         "--start-timeout", type=float, default=3600, metavar="S", help="longest start, seconds (default: %(default)s)"

@@ -46,6 +46,10 @@ class PagedCache:
         self.dtype = self.layers[0].dtype
         self.device = self.layers[0].device
         self._keys, self._values = zip(*(_views(layer, layout) for layer in self.layers), strict=True)
+        if len({(layer.shape, layer.stride()) for layer in self._keys}) > 1:
+            raise UnsupportedModelError(
+                "the KV caches of this model's layers differ in shape or order; run vLLM without the kvcomm connector"
+            )
 
     @property
     def bytes_per_token(self) -> int:
@@ -74,9 +78,11 @@ class PagedCache:
         else:
             keys = torch.empty_like(values)
         for piece in _pieces(blocks, start, end, self.block_size):
-            for row, layer in enumerate(picked):
-                piece.of(keys[row]).copy_(piece.within(self._keys[layer]))
-                piece.of(values[row]).copy_(piece.within(self._values[layer]))
+            for span, cached in ((keys, self._keys), (values, self._values)):
+                for target, source in zip(
+                    piece.of(span), piece.within(cached[picked.start : picked.stop]), strict=True
+                ):
+                    target.copy_(source)
         return KV(keys, values)
 
     @property
@@ -93,12 +99,11 @@ class PagedCache:
             kv: any float type and order in memory.
             first_layer: the layer that ``kv`` begins with.
         """
-        pieces = _pieces(blocks, start, start + kv.keys.shape[2], self.block_size)
-        for row in range(kv.keys.shape[0]):
-            keys, values = self._keys[first_layer + row], self._values[first_layer + row]
-            for piece in pieces:
-                piece.within(keys).copy_(piece.of(kv.keys[row]))
-                piece.within(values).copy_(piece.of(kv.values[row]))
+        layers = slice(first_layer, first_layer + kv.keys.shape[0])
+        for piece in _pieces(blocks, start, start + kv.keys.shape[2], self.block_size):
+            for span, cached in ((kv.keys, self._keys), (kv.values, self._values)):
+                for target, source in zip(piece.within(cached[layers]), piece.of(span), strict=True):
+                    target.copy_(source)
 
     def slots(self, blocks: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """Slot numbers ``(tokens,)`` int64 of ``positions`` in the sequence whose block table is ``blocks``."""
@@ -167,13 +172,19 @@ class _Piece:
     outer: slice
     """Tokens of the span."""
 
-    def within(self, layer: torch.Tensor) -> torch.Tensor:
-        """View of a layer's keys or values ``(blocks, kv_heads, block, head_dim)``."""
-        return layer[self.block : self.block + self.count, :, self.inner]
+    def within(self, layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of each layer's keys or values ``(blocks, kv_heads, block, head_dim)``, all laid out alike.
 
-    def of(self, span: torch.Tensor) -> torch.Tensor:
-        """View of a span's keys or values ``(kv_heads, tokens, head_dim)`` in the shape of `within`."""
-        return span[:, self.outer].unflatten(1, (self.count, -1)).transpose(0, 1)
+        One call per view: for short spans making views costs as much as copying.
+        """
+        first = layers[0][self.block : self.block + self.count, :, self.inner]
+        size, stride = first.shape, first.stride()
+        offset = first.storage_offset() - layers[0].storage_offset()
+        return [torch.as_strided(layer, size, stride, layer.storage_offset() + offset) for layer in layers]
+
+    def of(self, span: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of each layer of a span's keys or values ``(layers, kv_heads, tokens, head_dim)``, as by `within`."""
+        return span[:, :, self.outer].unflatten(2, (self.count, -1)).transpose(1, 2).unbind(0)
 
 
 def _pieces(blocks: Sequence[int], start: int, end: int, size: int) -> list[_Piece]:

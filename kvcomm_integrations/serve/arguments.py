@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from kvcomm_integrations.config import Isolation, ReuseConfig
 from kvcomm_integrations.engines.vllm_args import CPU_KV_CACHE_BYTES, check_version
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
+from kvcomm_integrations.serve.runs import LIVE_VARIABLE
 from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE, read_keys
 
 MIDDLEWARE = "kvcomm_integrations.serve.middleware.KVCommMiddleware"
@@ -45,6 +46,7 @@ def launch(
     reuse: str = "{}",
     tenant_keys: Path | None = None,
     tenant_header: str = "",
+    live: bool = False,
 ) -> Launch:
     """Check what can be checked before vLLM is started, and put its command together.
 
@@ -54,6 +56,7 @@ def launch(
         reuse: ``ReuseConfig`` as JSON.
         tenant_keys: file of API keys and tenants.
         tenant_header: header in which a trusted proxy names the tenant.
+        live: record requests and show them at ``/kvcomm``.
 
     Raises:
         ConfigurationError: something cannot work; names the value and a remedy.
@@ -77,6 +80,8 @@ def launch(
         environment[KEYS_VARIABLE] = str(tenant_keys.resolve())
     if tenant_header:
         environment[HEADER_VARIABLE] = tenant_header
+    if live:
+        environment[LIVE_VARIABLE] = "1"
     defaults = _defaults("cpu" in distribution + number, options)
     scheme = "https" if given(options, "ssl-certfile") else "http"
     reachable = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host

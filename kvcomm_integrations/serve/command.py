@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
+from kvcomm_integrations.report.live import PATH
 from kvcomm_integrations.serve.arguments import Launch, launch
 from kvcomm_integrations.serve.supervisor import Supervisor
 from kvcomm_integrations.wire import INFO_PATH, ServerInfo
@@ -28,6 +29,7 @@ def run_serve(args: argparse.Namespace) -> int:
         reuse=args.reuse,
         tenant_keys=args.tenant_keys,
         tenant_header=args.tenant_header,
+        live=args.live,
     )
     output = _Output(args.verbose)
     server = Supervisor(found, output.show)
@@ -46,6 +48,8 @@ def run_serve(args: argparse.Namespace) -> int:
             return 0
         _check_reuse(found, args, server)
         print(f"kvcomm: serving {args.model} at {found.url}/v1", file=sys.stderr, flush=True)
+        if args.live:
+            print(f"kvcomm: live page at {found.url}{PATH} (from this machine)", file=sys.stderr, flush=True)
         output.open()
         status = server.wait()
         if status:

@@ -19,6 +19,7 @@ import pytest
 from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.serve.arguments import Launch, given, launch
 from kvcomm_integrations.serve.diagnosis import NOTHING, cause
+from kvcomm_integrations.serve.runs import LIVE_VARIABLE
 from kvcomm_integrations.serve.supervisor import Supervisor
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -86,6 +87,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigurationError, match=pattern):
         launch(str(folder), options, **arguments)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_live_page_is_served_on_request_only(
+    folder: Path, port: int, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    monkeypatch.delenv(LIVE_VARIABLE, raising=False)
+    found = launch(str(folder), ["--port", str(port)], live=live)
+    assert found.environment.get(LIVE_VARIABLE) == ("1" if live else None)
 
 
 def test_a_taken_port(folder: Path) -> None:
@@ -256,6 +266,7 @@ def test_a_killed_supervisor_takes_its_server_along(server: Any, tmp_path: Path,
     program = f"""
 import os, sys, time
 from kvcomm_integrations.serve.arguments import Launch
+from kvcomm_integrations.serve.runs import LIVE_VARIABLE
 from kvcomm_integrations.serve.supervisor import Supervisor
 command = (sys.executable, {str(tmp_path / "server.py")!r}, "{port}", "well")
 s = Supervisor(Launch(command, dict(os.environ), "m", "http://127.0.0.1:{port}"), print)
