@@ -243,9 +243,18 @@ def _agent(index: int, dense: Samples, reuse: Samples) -> dict[str, Any]:
         "speedup": round(dense.median / reuse.median, 2),
         **{name: reuse.middle(name) for name in ("prompt_tokens", "exact", "loaded", "repaired", "computed")},
         **{name: round(value, 2) for name, value in parts.items()},
+        "load_share": round(_load_share(dense, reuse), 4),
         "forward_ms": round(reuse.median - sum(parts.values()), 1),
         "n": len(reuse.ttft_ms),
     }
+
+
+def _load_share(dense: Samples, reuse: Samples) -> float:
+    """Loads in units of the dense prefill they replace: dense time of as many tokens as were loaded."""
+    loaded, repaired, computed = (reuse.middle(name) for name in ("loaded", "repaired", "computed"))
+    if not loaded:
+        return 0.0
+    return reuse.middle("load_ms") / (dense.median * loaded / (loaded + repaired + computed))
 
 
 def _show(settings: Sequence[dict[str, Any]]) -> None:
@@ -254,7 +263,7 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
         "agent": "index", "prompt": "prompt_tokens", "exact": "exact", "loaded": "loaded", "repaired": "repaired",
         "computed": "computed", "dense ms": "ttft_dense_ms", "p95": "ttft_dense_p95_ms", "reuse ms": "ttft_reuse_ms",
         "p95 ": "ttft_reuse_p95_ms", "times": "speedup", "plan": "plan_ms", "load": "load_ms", "repair": "repair_ms",
-        "rest": "forward_ms",
+        "rest": "forward_ms", "share": "load_share",
     }  # fmt: skip
     for setting in settings:
         size = setting["sizes"]
@@ -269,5 +278,6 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
                 table.add_row(*(f"{agent[key]:g}" for key in columns.values()))
             console.print(table)
     console.print(
-        "Medians. load holds correction, rotation and write; rest is vLLM's own forward with all that surrounds it."
+        "Medians. load holds correction, rotation and write, share is in units of the dense prefill it replaces; "
+        "rest is vLLM's own forward with all that surrounds it."
     )

@@ -260,6 +260,20 @@ def calling_runner() -> Any:
     return None
 
 
+def step_being_taken_in() -> Any:
+    """What the workers have said of the step whose results vLLM's scheduler is taking in; ``None`` outside of that.
+
+    The scheduler ends the requests that a step has finished before it hands the workers' words to the connector, so a
+    request that ends with its first token would be reported without them. They are in the hands of the caller.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "update_from_output":
+            return getattr(frame.f_locals.get("kv_connector_output"), "kv_connector_worker_meta", None)
+        frame = frame.f_back
+    return None
+
+
 def repair_refusal(runner: Any) -> str | None:
     """Why the repair pass cannot run on this model runner, or ``None`` if it can."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -23,6 +23,7 @@ from kvcomm_integrations.connector.compat import (
     Request,
     SchedulerOutput,
     VllmConfig,
+    step_being_taken_in,
     unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
@@ -121,6 +122,9 @@ class KVCommConnector(KVConnectorBase_V1):
             self.scheduler_half.acknowledge(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        report = step_being_taken_in()
+        if isinstance(report, WorkerReport):
+            self.scheduler_half.foresee(report)
         return self.scheduler_half.finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:

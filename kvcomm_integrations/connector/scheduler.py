@@ -1,8 +1,8 @@
 """The scheduler half: the order of events. It holds no tensors.
 
 Order of events for one request: ``new`` → ``match`` (once or more, until admitted) → ``allocated`` → ``step`` (every
-step) → ``finished``. ``acknowledge`` brings the workers' answers. A plan only promises what every worker has
-acknowledged.
+step) → ``finished``. ``acknowledge`` brings the workers' answers; ``foresee`` brings them earlier to requests that end
+in the very step they answer. A plan only promises what every worker has acknowledged.
 """
 
 from __future__ import annotations
@@ -259,6 +259,12 @@ class SchedulerHalf:
         except Exception as error:  # as if the answer had been lost
             logger.exception("The workers' report could not be taken in")
             self.breaker.fault("report", str(error))
+
+    def foresee(self, report: WorkerReport) -> None:
+        """Note how loads went before their requests end in the same step; ``acknowledge`` brings the same report."""
+        for req_id, result in report.loads.items():
+            if req_id in self._tracked:
+                self._tracked[req_id].result = result
 
     def finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, well or not.

@@ -25,6 +25,17 @@ def test_second_agent_loads_what_the_first_has_seen(client: Client, session: str
     assert by_name["user_question"].source == "p"
 
 
+def test_a_request_that_ends_with_its_first_token_says_what_was_loaded(client: Client, session: str) -> None:
+    question = client.encode(QUESTIONS[2] + QUESTIONS[0])
+    for agent in ("planner", "solver"):
+        answer = client.ask(
+            client.prompt(system(agent), ("user_question", question), END), agent=agent, session=session, tokens=1
+        )
+    assert len(answer.ids) == 1
+    assert answer.report.loaded > len(question) // 2
+    assert answer.report.load_ms > 0
+
+
 def test_reported_tokens_add_up_and_were_materialised(client: Client, session: str) -> None:
     question = client.encode(QUESTIONS[1] + " " + QUESTIONS[2])
     client.ask(client.prompt(system("planner"), ("user_question", question), END), agent="p", session=session)
