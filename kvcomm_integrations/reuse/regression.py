@@ -43,10 +43,6 @@ class Whitening:
     down: torch.Tensor
     shift: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.shift.nbytes
-
 
 @dataclass(eq=False)
 class EdgeRegression:
@@ -56,6 +52,7 @@ class EdgeRegression:
         layers: layers including layer 0.
         kv_heads: heads on this worker.
         head_dim: channels of a head.
+        rank: what the map is cut to, at most.
         examples: examples seen.
         moments: batch of ``(layers - 1) * kv_heads``.
     """
@@ -63,6 +60,7 @@ class EdgeRegression:
     layers: int
     kv_heads: int
     head_dim: int
+    rank: int
     examples: int
     moments: Moments
     _map: AffineMap | None = None
@@ -71,24 +69,30 @@ class EdgeRegression:
     """Guards moments and what is solved of them: maps may be solved in the background."""
 
     @classmethod
-    def empty(cls, example: KV) -> EdgeRegression:
+    def empty(cls, example: KV, rank: int) -> EdgeRegression:
         """State without examples, for KV of the example's shape and on its device."""
         layers, kv_heads, _, head_dim = example.keys.shape
         features = 2 * head_dim + len(DECAYS)
         moments = Moments.empty((layers - 1) * kv_heads, features, features + 2 * head_dim, example.keys.device)
-        return cls(layers, kv_heads, head_dim, 0, moments)
+        return cls(layers, kv_heads, head_dim, rank, 0, moments)
 
-    def blank(self) -> EdgeRegression:
+    def blank(self, rank: int) -> EdgeRegression:
         """State of the same shape without examples."""
         batch, features, channels = self.moments.scatter.shape
         moments = Moments.empty(batch, features, channels, self.moments.mean.device)
-        return EdgeRegression(self.layers, self.kv_heads, self.head_dim, 0, moments)
+        return EdgeRegression(self.layers, self.kv_heads, self.head_dim, rank, 0, moments)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of moments and whatever is solved; constant once both are."""
-        solved = sum(part.nbytes for part in (self._map, self._whitening) if part is not None)
-        return self.moments.nbytes + solved
+        """Bytes of moments and of what is solved of them, whether it is solved already or will be: always the same.
+
+        Maps are solved in the background and on first use; counted only then, they would overrun a budget unnoticed.
+        """
+        batch, features, dim = len(self.moments.mean), self.moments.features, self.head_dim
+        inner = min(self.rank, 2 * dim) + 1
+        solved = batch * inner * (features + 1 + 2 * dim)
+        whitening = min(self.layers - 1, LEVERAGE_LAYERS) * self.kv_heads * 2 * dim * (2 * dim + 1)
+        return self.moments.nbytes + (solved + whitening) * self.moments.mean.element_size()
 
     def learn(self, reference: KV, truth: KV) -> None:
         """Take in one example whose first token is the segment's first."""
@@ -113,16 +117,15 @@ class EdgeRegression:
             self.examples += other.examples
             self._map = self._whitening = None
 
-    def prepare(self, rank: int, penalty: float) -> None:
+    def prepare(self, penalty: float) -> None:
         """Solve now what `estimates` and `leverage` will need; may run in another thread than they do."""
-        self._solved(rank, penalty)
+        self._solved(penalty)
         self._white()
 
     def estimates(
         self,
         reference: KV,
         start: int,
-        rank: int,
         penalty: float,
         scratch: Scratch,
         leverage: float | None = None,
@@ -135,12 +138,12 @@ class EdgeRegression:
         Args:
             reference: ``(layers, kv_heads, tokens, head_dim)``.
             start: position of its first token within the segment.
-            rank, penalty: of the map.
+            penalty: of the map.
             scratch: where estimates are made.
             leverage: of the content, if it is known already.
         """
         self._check(reference)
-        solved = self._solved(rank, penalty)
+        solved = self._solved(penalty)
         leverage = float(self.leverage(reference)) if leverage is None else leverage
         position = _position_features(reference.keys.shape[2], start, reference.keys).T
         position = torch.cat((position, torch.ones_like(position[:1])))
@@ -159,10 +162,10 @@ class EdgeRegression:
         )
         return (rows @ white.down - white.shift).square().mean()
 
-    def _solved(self, rank: int, penalty: float) -> AffineMap:
+    def _solved(self, penalty: float) -> AffineMap:
         with self._lock:
             if self._map is None:
-                self._map = self._solve(rank, penalty)
+                self._map = self._solve(penalty)
             return self._map
 
     def _white(self) -> Whitening:
@@ -171,8 +174,8 @@ class EdgeRegression:
                 self._whitening = self._whiten()
             return self._whitening
 
-    def _solve(self, rank: int, penalty: float) -> AffineMap:
-        """Solve the ridge system, cut it to ``rank`` and fold the standardisation into it."""
+    def _solve(self, penalty: float) -> AffineMap:
+        """Solve the ridge system, cut it to the rank and fold the standardisation into it."""
         dim, features, rows = self.head_dim, self.moments.features, self.moments.rows
         mean, mean_d = self.moments.mean.split((features, 2 * dim), dim=-1)
         scale, cov = self._standardised(features)
@@ -180,7 +183,7 @@ class EdgeRegression:
         cov.diagonal(dim1=-2, dim2=-1).add_(penalty)
         weights = torch.cholesky_solve(cross, torch.linalg.cholesky(cov))
         explained = weights.mT @ (cross - penalty * weights)
-        basis = leading_basis((explained + explained.mT) / 2, rank)
+        basis = leading_basis((explained + explained.mT) / 2, self.rank)
         down = (weights @ basis) * scale[:, :, None]
         down = torch.cat((down, -(mean[:, None] @ down)), dim=1)
         constant = torch.zeros_like(down[:, :, :1])
@@ -227,12 +230,12 @@ class EdgeRegression:
         return {"counts": torch.tensor(counts), "mean": self.moments.mean, "scatter": self.moments.scatter}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> EdgeRegression:
+    def from_tensors(cls, tensors: dict[str, torch.Tensor], rank: int) -> EdgeRegression:
         """The state that ``tensors`` was called on, as a copy."""
         layers, kv_heads, head_dim, examples, rows = tensors["counts"].tolist()
         scatter = tensors["scatter"].clone()
         moments = Moments(scatter.shape[1], rows, tensors["mean"].clone(), scatter)
-        return cls(layers, kv_heads, head_dim, examples, moments)
+        return cls(layers, kv_heads, head_dim, rank, examples, moments)
 
 
 def _position_features(tokens: int, start: int, like: torch.Tensor) -> torch.Tensor:

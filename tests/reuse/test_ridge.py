@@ -172,6 +172,19 @@ def test_state_does_not_grow():
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize(("layers", "dim", "rank"), [(3, 4, 1), (3, 4, 32), (12, 8, 7), (2, 16, 32)])
+def test_what_will_be_solved_counts_from_the_start(layers, dim, rank):
+    """Maps are solved in the background: a budget that counted them only then would be overrun unnoticed."""
+    ridge = Ridge(rank=rank)
+    reference = random_kv(9, layers=layers, dim=dim)
+    ridge.observe(EDGE, reference, drifted(reference))
+    counted = ridge.state_bytes()
+    ridge.prepare(EDGE)
+    state = ridge._states.peek(EDGE)
+    held = (*vars(state.moments).values(), *vars(state._map).values(), state._whitening.down, state._whitening.shift)
+    assert counted == ridge.state_bytes() == sum(part.nbytes for part in held if isinstance(part, torch.Tensor))
+
+
 def test_state_is_a_twentieth_of_an_anchor_pool():
     """20 anchors of 1,000 tokens (base and delta of keys and values) at SmolLM2's shapes: 30 layers, 3 heads, 64."""
     ridge = Ridge()

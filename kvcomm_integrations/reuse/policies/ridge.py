@@ -69,7 +69,7 @@ class Ridge(Policy):
             return
         state = self._states.get(edge)
         if state is None:
-            state = EdgeRegression.empty(truth)
+            state = EdgeRegression.empty(truth, self.rank)
         state.learn(reference, truth)
         self._states.put(edge, state)
         self._states.evict()
@@ -99,13 +99,13 @@ class Ridge(Policy):
         state = self._states.get(edge)
         if state is None or reference.keys.shape[2] == 0:
             return scratch.copies(reference)
-        return state.estimates(reference, start, self.rank, self._penalty(state), scratch, leverage)
+        return state.estimates(reference, start, self._penalty(state), scratch, leverage)
 
     def prepare(self, edge: Edge) -> None:
         """Solve the edge's map if it has learned since it was solved last."""
         state = self._states.peek(edge)
         if state is not None:
-            state.prepare(self.rank, self._penalty(state))
+            state.prepare(self._penalty(state))
 
     def _penalty(self, state: EdgeRegression) -> float:
         if self.penalty is not None:
@@ -113,7 +113,7 @@ class Ridge(Policy):
         return penalty_for(state.moments.rows, state.moments.features)
 
     def state_bytes(self, edge: Edge | None = None) -> int:
-        """Bytes of moments and solved maps."""
+        """Bytes of moments and of the maps solved of them, which count from the start."""
         return self._states.state_bytes(edge)
 
     def forget(self, edge: Edge) -> None:
@@ -129,7 +129,7 @@ class Ridge(Policy):
         for edge in other.edges():
             theirs = other._states.peek(edge)
             assert theirs is not None
-            mine = self._states.get(edge) or theirs.blank()
+            mine = self._states.get(edge) or theirs.blank(self.rank)
             mine.merge(theirs)
             self._states.put(edge, mine)
         self._states.evict()
@@ -152,5 +152,5 @@ class Ridge(Policy):
             parts.setdefault(Edge(*edge), {})[part] = tensor
         self._states = EdgeStates(self.max_bytes)
         for edge_key, state in parts.items():
-            self._states.put(edge_key, EdgeRegression.from_tensors(state))
+            self._states.put(edge_key, EdgeRegression.from_tensors(state, self.rank))
         self._states.evict()
