@@ -24,6 +24,8 @@ CONFIDENCE = 1.28
 AUDITS_KEPT = 32
 FRESH_EXAMPLES = 8
 """Examples to learn after a verdict before it is given up."""
+PROOF = 4
+"""Fewest audits that can prove an edge."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class GateDecision:
 class Health(StrEnum):
     """What audits have made of an edge."""
 
+    PROVEN = "proven"
+    """Repaired no deeper than ``mature_depth``, however long the content."""
     OPEN = "open"
     DEEPER = "deeper"
     """Always repaired twice as deep as an edge without examples."""
@@ -55,7 +59,8 @@ class EdgeHealth:
     """Audited divergence of an edge, and the verdict it leads to.
 
     An edge is open until the mean divergence exceeds the limit with confidence; then it repairs deeper; if that does
-    not help it is closed. Fresh examples bring it one step back, from deeper to open only if audits agree. The
+    not help it is closed. Fresh examples bring it one step back, from deeper to open only if audits agree. An open edge
+    whose divergence is small with confidence is proven until audits of its shallower repair say otherwise. The
     divergence of a request spreads about as much as its mean, so ``n`` audits know the mean to within
     ``mean / sqrt(n)``.
     """
@@ -69,30 +74,39 @@ class EdgeHealth:
     """Why the verdict is not what it was at first; empty if it never changed."""
     _examples: int | None = None
     """Examples when the verdict last changed; ``None`` until they are known."""
+    _disproved: bool = False
+    """It was proven once and audits took that back; fresh examples give it another chance."""
 
     def audited(self, divergence: float) -> None:
         """Note one audit, in nats. What is not a number counts as without bound."""
         self.last = math.inf if math.isnan(divergence) else max(0.0, divergence)
         self.audits.append(self.last)
 
-    def judge(self, limit: float, examples: int) -> Health:
+    def judge(self, limit: float, examples: int, small: float = 0.0) -> Health:
         """The verdict now.
 
         Args:
             limit: most divergence tolerated, nats.
             examples: examples the edge has learned from.
+            small: divergence below which it is proven, nats.
         """
         if self._examples is None or examples < self._examples:
             self._examples = examples
         relearned = examples - self._examples >= FRESH_EXAMPLES
         low, high = self.bounds()
-        if self.verdict is not Health.CLOSED and low > limit:
+        if self.verdict is Health.PROVEN and low > small:
+            self._change(Health.OPEN, examples, f"shallow repair: more than {low:.3g} nats, {small:g} wanted")
+            self._disproved = True
+        elif self.verdict is not Health.CLOSED and low > limit:
             worse = Health.DEEPER if self.verdict is Health.OPEN else Health.CLOSED
             self._change(worse, examples, f"{len(self.audits)} audits: more than {low:.3g} nats, limit {limit:g}")
         elif self.verdict is Health.CLOSED and relearned:
             self._change(Health.DEEPER, examples, f"closed by audits, then {FRESH_EXAMPLES} fresh examples")
         elif self.verdict is Health.DEEPER and relearned and high < limit:
             self._change(Health.OPEN, examples, f"fresh examples, and audits below {high:.3g} nats")
+        elif self.verdict is Health.OPEN and len(self.audits) >= PROOF and high < small:
+            if relearned or not self._disproved:
+                self._change(Health.PROVEN, examples, f"{len(self.audits)} audits: less than {high:.3g} nats")
         return self.verdict
 
     def bounds(self) -> tuple[float, float]:
@@ -125,7 +139,8 @@ def decide(
         gates: the policy has an entropy criterion, whose value in units of its threshold is the leverage.
     """
     examples = readiness.examples
-    verdict = Health.OPEN if health is None else health.judge(config.max_divergence, examples)
+    small = min(config.small_divergence, config.max_divergence)
+    verdict = Health.OPEN if health is None else health.judge(config.max_divergence, examples, small)
     if verdict is Health.CLOSED:
         return GateDecision(False, 0, f"audits found more than {config.max_divergence} nats of divergence")
     if gates and config.gate is Gate.ENTROPY:
@@ -140,6 +155,8 @@ def decide(
         return GateDecision(True, deep, "audits ask for deeper repair")
     shallow = min(deep, max(config.mature_depth, tokens // 8))
     maturity = trust * min(1.0, examples / config.mature_examples)
+    if verdict is Health.PROVEN and maturity == 1:
+        return GateDecision(True, min(deep, config.mature_depth), "audits prove a shallow repair enough")
     depth = deep - math.floor((deep - shallow) * maturity)
     return GateDecision(True, depth, _reason(readiness, trust, config))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm_integrations.config import Gate, ReuseConfig
-from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, EdgeHealth, Health, decide
+from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, PROOF, EdgeHealth, Health, decide
 from kvcomm_integrations.reuse.policies.base import Readiness
 
 CONFIG = ReuseConfig(repair_depth=32, mature_depth=8, mature_examples=8, max_divergence=0.5)
@@ -74,6 +74,34 @@ def test_one_bad_audit_decides_nothing_and_many_do():
         health.audited(2.0)
     assert health.judge(0.5, 10) is Health.CLOSED
     assert not decide(Readiness(12, True), CONFIG, tokens=1000, health=health).load
+
+
+def test_small_audits_prove_an_edge_until_audits_of_its_shallow_repair_say_otherwise():
+    health = EdgeHealth()
+    ready = Readiness(9, True, 0.5)
+    for _ in range(PROOF):
+        assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == 32
+        health.audited(0.004)
+    assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == CONFIG.mature_depth
+    assert decide(Readiness(9, True, 1.5), CONFIG, tokens=1000, health=health).repair_depth == 32, "new content"
+    assert decide(Readiness(1, True, 0.5), CONFIG, tokens=1000, health=health).repair_depth > CONFIG.mature_depth
+    assert health.verdict is Health.PROVEN and "audits" in health.reason
+    for _ in range(PROOF):
+        health.audited(0.3)
+    assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == 32
+    for _ in range(PROOF):
+        health.audited(0.004)
+    assert health.judge(0.5, 9, 0.05) is Health.OPEN, "what was wrong once needs fresh examples"
+    assert health.judge(0.5, 9 + FRESH_EXAMPLES, 0.05) is Health.PROVEN
+
+
+def test_proof_can_be_switched_off_and_never_goes_beyond_the_limit():
+    for config in (ReuseConfig(small_divergence=0), ReuseConfig(max_divergence=0.001)):
+        health = EdgeHealth()
+        for _ in range(20):
+            health.audited(0.002)
+            decide(Readiness(9, True), config, tokens=1000, health=health)
+        assert health.verdict is not Health.PROVEN
 
 
 def test_fresh_examples_reopen_an_edge_step_by_step():
