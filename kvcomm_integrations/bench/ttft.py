@@ -73,9 +73,13 @@ class TtftBench:
         engine: the engine to measure.
         team: whose prompts are sent.
         policies: ways of reuse to compare with dense.
+        audits: rounds to learn from are audited, as a share of an application's requests is.
     """
 
-    def __init__(self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str]) -> None:
+    def __init__(
+        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool = True
+    ) -> None:
+        self.audits = audits
         self.engine = engine
         self.team = team
         self.ways = (DENSE, *policies)
@@ -121,8 +125,10 @@ class TtftBench:
         params = prompt.params(
             agent=agent, session=f"round-{number}", response_name=f"agent:{agent}:response", mode=Mode.OBSERVE
         )
-        others = tuple(name for name in self.ways[1:] if name != self.engine.config.reuse.policy)
-        params = params.model_copy(update={"teach": teach, "audit": others if teach else (), "audit_tokens": 0})
+        audited = self.ways[1:]
+        if not self.audits:  # policies beside the engine's own learn from their audits
+            audited = tuple(name for name in audited if name != self.engine.config.reuse.policy)
+        params = params.model_copy(update={"teach": teach, "audit": audited if teach else (), "audit_tokens": 0})
         count = tokens or self.team.sizes.output
         sampling = SamplingOptions(max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True)
         deltas = list(self.engine.generate_sync(GenerationRequest(prompt, params, sampling)))
@@ -181,7 +187,8 @@ def _run(args: argparse.Namespace) -> int:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("starting vLLM", total=None)
             for number, size in enumerate(sizes):
-                bench = TtftBench(engine, PaperTeam(engine.tokenizer, args.agents, size, args.seed + number), policies)
+                team = PaperTeam(engine.tokenizer, args.agents, size, args.seed + number)
+                bench = TtftBench(engine, team, policies, audits=not args.no_audits)
                 samples = {way: [Samples() for _ in bench.team.names] for way in bench.ways}
                 try:
                     for step in _steps(bench, samples, args):

@@ -104,9 +104,8 @@ class EdgeHealth:
             self._change(Health.DEEPER, examples, f"closed by audits, then {FRESH_EXAMPLES} fresh examples")
         elif self.verdict is Health.DEEPER and relearned and high < limit:
             self._change(Health.OPEN, examples, f"fresh examples, and audits below {high:.3g} nats")
-        elif self.verdict is Health.OPEN and len(self.audits) >= PROOF and high < small:
-            if relearned or not self._disproved:
-                self._change(Health.PROVEN, examples, f"{len(self.audits)} audits: less than {high:.3g} nats")
+        elif self.verdict is Health.OPEN and high < small and self._may_be_proven(relearned):
+            self._change(Health.PROVEN, examples, f"{len(self.audits)} audits: less than {high:.3g} nats")
         return self.verdict
 
     def bounds(self) -> tuple[float, float]:
@@ -118,6 +117,9 @@ class EdgeHealth:
             return mean, mean
         error = CONFIDENCE / math.sqrt(len(self.audits))
         return max(0.0, mean * (1 - error)), mean * (1 + error)
+
+    def _may_be_proven(self, relearned: bool) -> bool:
+        return len(self.audits) >= PROOF and (relearned or not self._disproved)
 
     def _change(self, verdict: Health, examples: int, reason: str) -> None:
         self.verdict = verdict
