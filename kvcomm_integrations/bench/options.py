@@ -85,6 +85,9 @@ def _add_ttft(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="rounds measured (%(default)s)")
     parser.add_argument("--warm-rounds", type=int, default=1, metavar="N", help="timed but not counted (%(default)s)")
     parser.add_argument("--repair-depth", type=int, metavar="N", help="most tokens repaired per content (engine's own)")
+    parser.add_argument(
+        "--from-agent", type=at_least_one, default=1, metavar="N", help="first agent measured (%(default)s)"
+    )
     parser.add_argument("--no-audits", action="store_true", help="learn only, so that no edge is proven by audits")
     parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")

@@ -29,6 +29,7 @@ from kvcomm_integrations.bench.ttft_plot import plot_ttft
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
@@ -74,12 +75,20 @@ class TtftBench:
         team: whose prompts are sent.
         policies: ways of reuse to compare with dense.
         audits: rounds to learn from are audited, as a share of an application's requests is.
+        first: place of the first agent to be measured.
     """
 
     def __init__(
-        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool = True
+        self,
+        engine: InProcessEngine,
+        team: PaperTeam,
+        policies: Sequence[str],
+        *,
+        audits: bool = True,
+        first: int = 0,
     ) -> None:
         self.audits = audits
+        self.measured = range(first, len(team.names))
         self.engine = engine
         self.team = team
         self.ways = (DENSE, *policies)
@@ -108,13 +117,14 @@ class TtftBench:
 
     def measure(self, number: int, samples: dict[str, list[Samples]] | None) -> Iterator[str]:
         """Time every agent's first token on one round; yields what is being done."""
-        for place, agent in enumerate(self.team.names):
+        for place in self.measured:
+            agent = self.team.names[place]
             ways = self.ways if (number + place) % 2 else self.ways[::-1]
             for way in ways:
                 yield f"round {number}: {agent}, {way}"
                 delta = self._first_token(agent, place, number, way)
                 if samples is not None:
-                    samples[way][place].add(delta)
+                    samples[way][place - self.measured.start].add(delta)
 
     def _prompt(self, agent: str, number: int, place: int | None = None) -> SegmentedPrompt:
         answers = self._answers[number][:place]
@@ -162,7 +172,7 @@ def run_ttft(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench ttft``; returns the exit status.
 
     Raises:
-        ConfigurationError: an unknown policy, too many agents, or lengths that cannot be made.
+        ConfigurationError: an unknown policy, too many agents, none to measure, or lengths that cannot be made.
     """
     if args.synthetic is None:
         return _run(args)
@@ -172,6 +182,8 @@ def run_ttft(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
+    if args.from_agent > args.agents:
+        raise ConfigurationError(f"--from-agent {args.from_agent} is beyond the {args.agents} agents")
     sizes = [Sizes(*lengths) for lengths in product(args.prefix, args.input, args.output)]
     longest = max(size.prefix + size.input + args.agents * (size.output + 32) for size in sizes)
     reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, variants=_variants(policies))
@@ -188,15 +200,15 @@ def _run(args: argparse.Namespace) -> int:
             task = progress.add_task("starting vLLM", total=None)
             for number, size in enumerate(sizes):
                 team = PaperTeam(engine.tokenizer, args.agents, size, args.seed + number)
-                bench = TtftBench(engine, team, policies, audits=not args.no_audits)
-                samples = {way: [Samples() for _ in bench.team.names] for way in bench.ways}
+                bench = TtftBench(engine, team, policies, audits=not args.no_audits, first=args.from_agent - 1)
+                samples = {way: [Samples() for _ in bench.measured] for way in bench.ways}
                 try:
                     for step in _steps(bench, samples, args):
                         progress.update(task, description=f"{size.prefix}/{size.input}/{size.output}: {step}")
                 except KeyboardInterrupt:
                     interrupted = True
                 if all(sample.ttft_ms for agents in samples.values() for sample in agents):
-                    settings.append({"sizes": asdict(size), "policies": _figures(samples, policies)})
+                    settings.append({"sizes": asdict(size), "policies": _figures(samples, bench)})
                 if interrupted:
                     break
                 engine.reset_prefix_cache(references=True)
@@ -228,13 +240,14 @@ def _steps(bench: TtftBench, samples: dict[str, list[Samples]], args: argparse.N
         yield from bench.measure(number, samples)
 
 
-def _figures(samples: dict[str, list[Samples]], policies: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def _figures(samples: dict[str, list[Samples]], bench: TtftBench) -> dict[str, list[dict[str, Any]]]:
+    first = bench.measured.start + 1
     return {
         name: [
             _agent(index, dense, reuse)
-            for index, (dense, reuse) in enumerate(zip(samples[DENSE], samples[name], strict=True), 1)
+            for index, (dense, reuse) in enumerate(zip(samples[DENSE], samples[name], strict=True), first)
         ]
-        for name in policies
+        for name in bench.ways[1:]
     }
 
 

@@ -113,6 +113,15 @@ def test_ttft(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyte
     assert {r.params.teach for r in answered if r.params.session == "round-0"} == {True}
 
 
+def test_ttft_of_later_agents_only(clock: type[Clock], demo_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ttft.json"
+    options = ["--model", str(demo_model), "--fast", "--json", str(out)]
+    assert cli.main(["bench", "ttft", "--from-agent", "3", *options]) == 0
+    assert [agent["index"] for agent in json.loads(out.read_text())["agents"]] == [3]
+    assert cli.main(["bench", "ttft", "--from-agent", "4", *options]) == 2
+    assert len(clock.made) == 1
+
+
 @pytest.mark.parametrize(("requests", "status", "samples"), [(20, 0, 1), (5, 130, None)])
 def test_an_interrupted_ttft_shows_what_it_has(
     clock: type[Clock],
