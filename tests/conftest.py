@@ -40,8 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip GPU tests where there is no GPU, and most of the reliability tests unless they are asked for."""
     if "reliability" not in str(config.getoption("-m")):
         for item in items:
-            mark = item.get_closest_marker("reliability")
-            if mark is not None and not mark.kwargs.get("always"):
+            if not all(mark.kwargs.get("always") for mark in item.iter_markers("reliability")):
                 item.add_marker(pytest.mark.skip(reason="takes long; runs with -m reliability"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

@@ -75,6 +75,8 @@ def unsupported_reason(config: VllmConfig, cache: KVCacheConfig) -> str | None:
     Only full attention over one group of equal layers is understood; everything else is served densely.
     """
     model = config.model_config
+    if not cache.kv_cache_groups:
+        return "the model keeps no KV cache (encoders and embedding models have none)"
     if len(cache.kv_cache_groups) != 1:
         return f"the model has {len(cache.kv_cache_groups)} KV-cache groups (hybrid attention); only one is supported"
     spec = cache.kv_cache_groups[0].kv_cache_spec

@@ -11,6 +11,8 @@ _ERROR = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Exit|Interrup
 _VALUE = re.compile(r"^\s+(?:Value error|Assertion failed), (?P<text>.+?)(?: \[type=.*)?$")
 """What a settings class of vLLM refuses, a line below pydantic's own heading."""
 _USAGE = re.compile(r"^\S+: error: (?P<text>.+)")
+_SENTENCE = re.compile(r"(?<=[.!?])\s")
+"""Where one ends."""
 _SECONDARY = (
     "validation error for", "validation errors for", "Engine core initialization failed",
     "Engine process failed to start", "WorkerProc initialization failed",
@@ -18,12 +20,18 @@ _SECONDARY = (
 """What vLLM says when the cause is further up."""
 
 REMEDIES = (
-    (("larger than the available KV cache memory", "No available memory for the cache blocks", "max seq len"),
+    (("larger than the available KV cache memory", "No available memory for the cache blocks"),
      "give the cache more memory with --kv-cache-memory-bytes, or shorten prompts with --max-model-len"),
-    (("out of memory", "Cannot allocate memory", "can't allocate memory", "MemoryError"),
+    (("greater than the derived max_model_len",), "lower --max-model-len, or leave it out"),
+    (("out of memory", "Cannot allocate memory", "can't allocate memory", "MemoryError", "requested memory for kv"),
      "there is too little memory for this model and cache: lower --kv-cache-memory-bytes or take a smaller model"),
-    (("are not supported for now", "has no vLLM implementation", "Model architectures"),
+    (("are not supported for now", "has no vLLM implementation", "Model architectures", "not recognize this arch"),
      "vLLM cannot run this model; see its list of supported models"),
+    (("outgoing traffic has been disabled", "offline mode is enabled", "couldn't connect to"),
+     "the model is not on this machine and the hub cannot be asked: download it first, unset HF_HUB_OFFLINE, or give a "
+     "folder"),
+    (("Repository Not Found", "not a valid model identifier", "gated repo"),
+     "check the model's name; private and gated models need HF_TOKEN"),
     (("Address already in use",), "choose another port with --port"),
 )  # fmt: skip
 LONGEST = 300
@@ -43,10 +51,18 @@ def cause(lines: Iterable[str]) -> str:
     text = (own or found)[0]
     for signs, remedy in REMEDIES:
         if any(sign in text for sign in signs):
-            return f"{text.rstrip('.')}. Remedy: {remedy}"
-    return text
+            return f"{_beginning(text).rstrip('.')}. Remedy: {remedy}"
+    return _beginning(text)
 
 
 def _error_of(line: str) -> str:
     match = _ERROR.match(line) or _VALUE.match(line) or _USAGE.match(line)
-    return match["text"].strip()[:LONGEST] if match else ""
+    return match["text"].strip() if match else ""
+
+
+def _beginning(text: str) -> str:
+    """As many whole sentences as are worth showing, or the first one cut off."""
+    if len(text) <= LONGEST:
+        return text
+    end = max((match.start() for match in _SENTENCE.finditer(text) if match.start() <= LONGEST), default=0)
+    return text[:end] if end else f"{text[:LONGEST]}..."

@@ -50,7 +50,7 @@ def test_the_model_runner_is_found_among_the_callers() -> None:
 
 REFUSED = [
     (engine_config(), cache_config(spec(), spec()), "2 KV-cache groups"),
-    (engine_config(), SimpleNamespace(kv_cache_groups=[]), "0 KV-cache groups"),
+    (engine_config(), SimpleNamespace(kv_cache_groups=[]), "keeps no KV cache"),
     (engine_config(), cache_config(MLAAttentionSpec(**COMMON)), "multi-head latent attention"),
     (engine_config(), cache_config(SlidingWindowSpec(**COMMON, sliding_window=128)), "SlidingWindowSpec"),
     (engine_config(), cache_config(spec(sliding_window=128)), "sliding-window"),

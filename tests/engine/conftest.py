@@ -11,21 +11,23 @@ import pytest
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import Client
-from tests.engine.served import ServedEngine, connect, kvcomm_serve
+from tests.engine.served import BOTH, BOTH_AT_LENGTH, ServedEngine, connect, kvcomm_serve
 
 os.environ.setdefault("KVCOMM_PROGRESS", "0")
 os.environ.setdefault("KVCOMM_FAULT_INJECTION", "1")
+os.environ.setdefault("KVCOMM_ADMIN_KEY", "the key of the operator of tests")
 
 
 REUSE = ReuseConfig(policy="aligned", audit_rate=0.0, store_bytes=1 << 30, min_segment_tokens=1)
 """Rotation-only reuse, repair on, nothing left to chance."""
-BOTH = ("inprocess", "served")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests marked ``served`` on the engine in this process and on one behind HTTP."""
-    if "engine" in metafunc.fixturenames and metafunc.definition.get_closest_marker("served"):
-        metafunc.parametrize("engine", BOTH, indirect=True, scope="session")
+    """Run tests marked ``served`` on the engine in this process and on one behind HTTP, there maybe at length only."""
+    mark = metafunc.definition.get_closest_marker("served")
+    if "engine" in metafunc.fixturenames and mark:
+        kinds = BOTH_AT_LENGTH if mark.kwargs.get("at_length") else BOTH
+        metafunc.parametrize("engine", kinds, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +49,8 @@ def inprocess_engine(demo_model: Path) -> Iterator[InProcessEngine]:
 def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     log = tmp_path_factory.mktemp("served") / "server.log"
     options = ["--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20)]
-    with kvcomm_serve(tiny_model, ["--reuse", REUSE.model_dump_json(), *options], log) as url:
-        engine = connect(tiny_model, url, reuse=REUSE)
+    with kvcomm_serve(tiny_model, ["--reuse", REUSE.model_dump_json(), *options], log) as served:
+        engine = connect(tiny_model, served.url, reuse=REUSE)
         yield engine
         engine.close()
 

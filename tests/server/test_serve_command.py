@@ -156,6 +156,15 @@ def test_the_command_ends_with_one_line_and_status_two(arguments: list[str]) -> 
         ),
         (["api_server.py: error: unrecognized arguments: --nonsense"], "unrecognized arguments: --nonsense"),
         (["RuntimeError: Engine core initialization failed."], "Engine core initialization failed"),
+        (
+            [
+                "ValueError: Model architectures ['X'] are not supported for now. Supported architectures: "
+                + "Y, " * 200
+            ],
+            r"^Model architectures \['X'\] are not supported for now\. Remedy: vLLM cannot run",
+        ),
+        (["LocalEntryNotFoundError: Not here and outgoing traffic has been disabled."], "Remedy: .*HF_HUB_OFFLINE"),
+        (["ValueError: " + "x" * 1000], "^x{300}[.]{3}$"),
     ],
 )
 def test_the_cause_is_found_in_a_log(lines: list[str], pattern: str) -> None:
