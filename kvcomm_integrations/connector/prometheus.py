@@ -28,6 +28,10 @@ class ReusePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {series.name: self._register(series) for series in ALL}
+        for series in ALL:
+            if not series.labels:  # shown as 0 from the start: a rate would miss a first step from nothing to 1
+                for values in per_engine_labelvalues.values():
+                    self._metrics[series.name].labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval of ``ReuseStats`` data."""

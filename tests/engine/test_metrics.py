@@ -1,38 +1,38 @@
-"""What the engine's process exports is what its clients were told."""
+"""What the engine's process exports is what its clients were told: its own registry, or a server's ``/metrics``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.connector.series import ALL
-from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.wire import Mode, RequestReport
 from tests.engine.helpers import END, QUESTIONS, Client, system
+from tests.engine.served import BOTH_AT_LENGTH, ServedEngine, running, samples
 
 pytestmark = pytest.mark.engine
 
 ROLES = {"planner": Mode.AUTO, "solver": Mode.OBSERVE, "critic": Mode.AUTO, "writer": Mode.DENSE}
 
 
-@pytest.fixture(scope="module")
-def measured(tiny_model: Path) -> Iterator[Client]:
+@pytest.fixture(scope="module", params=BOTH_AT_LENGTH)
+def measured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0, min_segment_tokens=1, metric_labels=3, store_bytes=1 << 20)
-    engine = InProcessEngine(
-        EngineConfig(model=str(tiny_model), max_model_len=512, kv_cache_bytes=64 << 20, reuse=reuse)
-    )
-    yield Client(engine)
-    engine.close()
+    config = EngineConfig(model=str(tiny_model), max_model_len=512, kv_cache_bytes=64 << 20, reuse=reuse)
+    with running(request.param, config, tmp_path_factory.mktemp("measured")) as engine:
+        yield Client(engine)
 
 
 def value(client: Client, name: str, **labels: str) -> float:
-    model = client.engine.config.model
-    return REGISTRY.get_sample_value(name, {"model_name": model, "engine": "0", **labels}) or 0.0
+    wanted = {"model_name": client.engine.config.model, "engine": "0", **labels}
+    if not isinstance(client.engine, ServedEngine):
+        return REGISTRY.get_sample_value(name, wanted) or 0.0
+    return sum(s.value for s in samples(client.engine.root) if s.name == name and s.labels == wanted)
 
 
 def test_the_registry_has_the_sum_of_all_reports(measured: Client) -> None:
@@ -69,5 +69,10 @@ def test_the_registry_has_the_sum_of_all_reports(measured: Client) -> None:
 
 
 def test_every_series_is_registered(measured: Client) -> None:
-    registered = {metric.name for metric in REGISTRY.collect()}
-    assert {series.name for series in ALL} <= registered
+    """Those without labels of their own are shown as 0 before anything has happened."""
+    if isinstance(measured.engine, ServedEngine):
+        exported = {sample.name for sample in samples(measured.engine.root)}
+        plain = [series for series in ALL if not series.labels]
+        assert {name for series in plain for name in series.exported} <= exported
+    else:
+        assert {series.name for series in ALL} <= {metric.name for metric in REGISTRY.collect()}

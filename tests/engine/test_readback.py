@@ -11,16 +11,16 @@ from safetensors import safe_open
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import QUESTIONS, Client, unrotated
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 LENGTHS = (1, 127, 128, 129, 1000)
 
 
 @pytest.fixture(scope="module")
-def hf_model(demo_model: Path):
+def hf_model(engine: InProcessEngine):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(engine.config.model, dtype=torch.float32).eval()
 
 
 def _tokens(client: Client, count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import QUESTIONS, Client
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served]
 
 
 def _gaps(count: int, tokens: int, block: int) -> list[list[int]]:

@@ -1,13 +1,17 @@
-"""What a real engine has learned: saved, merged, loaded and used by the next one."""
+"""What a real engine has learned: saved, merged, loaded and used by the next one, in this process and served.
+
+A served engine has no ``state_path``, so the warm start is in this process only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvcomm_integrations import cli
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.errors import StateFileError
@@ -16,6 +20,7 @@ from kvcomm_integrations.state.files import read_manifest, read_state, write_sta
 from kvcomm_integrations.state.learned import LearnedState
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
+from tests.engine.served import BOTH, STATE_FOLDERS, ServedEngine, running
 
 pytestmark = pytest.mark.engine
 
@@ -27,11 +32,10 @@ def config(model: Path, **options: object) -> EngineConfig:
     return EngineConfig(model=str(model), max_model_len=512, kv_cache_bytes=64 << 20, reuse=reuse, **options)
 
 
-@pytest.fixture(scope="module")
-def learner(tiny_model: Path) -> Iterator[Client]:
-    engine = InProcessEngine(config(tiny_model))
-    yield Client(engine)
-    engine.close()
+@pytest.fixture(scope="module", params=BOTH)
+def learner(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    with running(request.param, config(tiny_model), tmp_path_factory.mktemp("learner")) as engine:
+        yield Client(engine)
 
 
 def teach(client: Client, lessons: tuple[str, ...], session: str, tenant: str = "default") -> None:
@@ -114,8 +118,34 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(learner: Client, tmp_p
     other.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(StateFileError, match="truncated"):
         engine.load_state(other)
-    with pytest.raises(StateFileError, match="No such file"):
-        engine.load_state(tmp_path / "nowhere" / "state")
-    with pytest.raises(StateFileError, match="could not be written"):
-        engine.save_state(tmp_path / "nowhere" / "state")
+    if isinstance(engine, InProcessEngine):  # a served engine takes names of files in its own folder
+        with pytest.raises(StateFileError, match="No such file"):
+            engine.load_state(tmp_path / "nowhere" / "state")
+        with pytest.raises(StateFileError, match="could not be written"):
+            engine.save_state(tmp_path / "nowhere" / "state")
     assert engine.save_state(path).examples == 1
+
+
+def test_the_command_line_keeps_a_servers_state(
+    learner: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``kvcomm state`` as an operator types it, against a real server."""
+    engine = learner.engine
+    if not isinstance(engine, ServedEngine):
+        pytest.skip("orders are for servers")
+    engine.clear_state()
+    teach(learner, LESSONS[:2], session="operator")
+    folder, server = STATE_FOLDERS[engine.root], ["--server", f"{engine.root}/v1"]
+    assert cli.main(["state", "save", "learned", *server]) == 0
+    assert cli.main(["state", "show", str(folder / "learned")]) == 0
+    assert cli.main(["state", "clear", *server]) == 0
+    assert engine.save_state(tmp_path / "empty").edges == 0
+    assert cli.main(["state", "load", "learned", *server]) == 0
+    assert cli.main(["state", "load", "learned", "--merge", *server]) == 0
+    said = capsys.readouterr().out
+    edges = read_manifest(folder / "learned").edges
+    assert said.count(f"learned: {len(edges)} edges, 2 examples\n") == 3
+    assert f"{len(edges)} edges forgotten\n" in said
+    assert engine.save_state(tmp_path / "twice").examples == 4
+    assert cli.main(["state", "load", "unknown", *server]) == 2
+    assert "No such file" in capsys.readouterr().err
