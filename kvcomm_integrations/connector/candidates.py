@@ -118,6 +118,12 @@ class Planner:
                 segment, reason=decision.reason, examples=examples, edge=known, unpredictable=decision.unpredictable
             )
         depth = decision.repair_depth if traits is not None and traits.repairs else 0
+        if depth and self.workers.repair_refusal is not None:
+            # What cannot be repaired would end the plan. The correction alone is good enough once it is mature.
+            if self.edges.examples(self._judge(policy), edge) < self.config.mature_examples:
+                why = f"no repair pass, and {examples} of {self.config.mature_examples} examples"
+                return Candidate(segment, reason=why, examples=examples, edge=known)
+            depth = 0
         leverage = entry.leverage.get((policy, edge))
         confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
         return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset, known)

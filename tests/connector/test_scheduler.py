@@ -325,6 +325,28 @@ def test_a_hit_that_is_still_being_written_is_waited_for() -> None:
     assert half.match(request, 2 * BLOCK)
 
 
+def test_without_repair_a_mature_edge_loads_from_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever had to be repaired would end the plan, so nothing at all would be loaded under pipeline parallelism."""
+    half = make_half(repair=False, mature_examples=2)
+    engine, lessons, observes = Engine(half), list[Any](), half.jobs.observes
+    monkeypatch.setattr(half.jobs, "observes", lambda *order: lessons.extend(found := observes(*order)) or found)
+
+    def both(number: int) -> Any:
+        content = [100 * number + i for i in range(50)]
+        engine.run(ask(GLUE, content), [1])
+        return engine.run(ask(other(1), content), [1])[1]
+
+    both(10)
+    young = both(20)
+    assert young["loaded"] == 0
+    assert young["segments"][1]["reason"] == "no repair pass, and 0 of 2 examples"
+    (edge,) = {lesson.edge for lesson in lessons if lesson.edge.name == "user_question"}
+    half.acknowledge(WorkerReport(examples={("ridge", edge): 2}))
+    mature = both(30)
+    assert mature["segments"][1]["loaded"] == 50
+    assert mature["repaired"] == 0
+
+
 def test_a_request_made_of_thousands_of_segments_does_not_stop_the_engine() -> None:
     half = make_half(repair=False)
     segments = [segment("placeholder" if i % 2 else "fixed", 5 * i, 5 * i + 5, f"n{i}") for i in range(4096)]
