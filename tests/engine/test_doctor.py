@@ -1,4 +1,4 @@
-"""The doctor's two-agent run on the real engine."""
+"""The doctor's two-agent run on the real engine, which it starts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A script that just ends leaves no process behind, and equal chat models start one engine."""
+"""A script that just ends leaves no process behind, and equal chat models start one engine.
+
+Of this process only: what servers leave behind is in ``test_serve_errors`` and ``tests/server/test_serve_command.py``.
+"""
 
 from __future__ import annotations
 

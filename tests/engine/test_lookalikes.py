@@ -1,4 +1,7 @@
-"""Two hundred requests at once whose contents look alike: no answer holds what another's content says."""
+"""Two hundred requests at once whose contents look alike: no answer holds what another's content says.
+
+In this process only: served tests run a random model, whose answers say nothing.
+"""
 
 from __future__ import annotations
 

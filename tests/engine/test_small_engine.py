@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system, unrotated
+from tests.engine.served import BOTH_AT_LENGTH, running
 from tests.engine.test_repair_exact import check_repair
 
 pytestmark = pytest.mark.engine
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.engine
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def small(tiny_model: Path) -> Iterator[Client]:
+@pytest.fixture(scope="module", params=BOTH_AT_LENGTH)
+def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """Tiny random Llama, block 32, chunks of 64 tokens, 40 blocks in all."""
     reuse = ReuseConfig(policy="aligned", audit_rate=0.0, min_segment_tokens=1)
     bytes_per_block = BLOCK * 2 * 4 * 4 * 32 * 4
@@ -34,9 +34,8 @@ def small(tiny_model: Path) -> Iterator[Client]:
         reuse=reuse,
         engine_args={"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
     )
-    engine = InProcessEngine(config)
-    yield Client(engine)
-    engine.close()
+    with running(request.param, config, tmp_path_factory.mktemp("small")) as engine:
+        yield Client(engine)
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 300])

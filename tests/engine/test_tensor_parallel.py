@@ -11,10 +11,10 @@ import torch
 from prometheus_client import REGISTRY
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.state.files import read_manifest, read_state
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
+from tests.engine.served import BOTH_AT_LENGTH, ServedEngine, counts, running
 
 pytestmark = [
     pytest.mark.engine,
@@ -22,15 +22,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def parallel(tiny_model: Path) -> Iterator[Client]:
+@pytest.fixture(scope="module", params=BOTH_AT_LENGTH)
+def parallel(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Client]:
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0)
     config = EngineConfig(model=str(tiny_model), max_model_len=1024, tensor_parallel_size=2, reuse=reuse)
-    engine = InProcessEngine(config)
-    yield Client(engine)
-    engine.close()
+    with running(request.param, config, tmp_path_factory.mktemp("parallel")) as engine:
+        yield Client(engine)
     patch.undo()
 
 
@@ -54,7 +55,11 @@ def test_both_ranks_load_repair_and_learn(parallel: Client) -> None:
     assert ranks[0]["policies"] == ranks[1]["policies"] != {"ridge": 0}
     for rank in range(2):
         labels = {"model_name": parallel.engine.config.model, "engine": "0", "rank": str(rank)}
-        assert REGISTRY.get_sample_value("vllm:kvcomm_store_bytes", labels) == ranks[rank]["store_bytes"]
+        if isinstance(parallel.engine, ServedEngine):
+            told = counts(parallel.engine.root, "vllm:kvcomm_store_bytes", "rank")[str(rank)]
+        else:
+            told = REGISTRY.get_sample_value("vllm:kvcomm_store_bytes", labels)
+        assert told == ranks[rank]["store_bytes"]
 
 
 def test_what_all_ranks_have_learned_is_one_file(parallel: Client, tmp_path: Path) -> None:
