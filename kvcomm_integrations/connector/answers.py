@@ -43,6 +43,8 @@ class Answers:
     def take(self, report: WorkerReport, live: Mapping[str, Tracked]) -> None:
         """Take in one step's report; ``live`` are the requests that still run."""
         self._abilities(report)
+        if report.weights > self.workers.weights:
+            self._new_weights(report.weights, live)
         self._references(report)
         self._learned(report)
         for seam, count in report.faults.items():
@@ -66,6 +68,16 @@ class Answers:
             self.workers.repair_refusal = report.repair_refusal
             if report.repair_refusal:
                 logger.warning("No repair pass: %s. Plans stop at the first unknown token.", report.repair_refusal)
+
+    def _new_weights(self, changes: int, live: Mapping[str, Tracked]) -> None:
+        """Keys and values of other weights mean nothing: forget all, and keep nothing of what is half computed."""
+        logger.warning("The model's weights have changed: references and learned corrections are forgotten")
+        self.workers.weights = changes
+        self.index.clear()
+        self.edges.clear()
+        for tracked in live.values():
+            tracked.outdated = tracked.outdated or tracked.admitted
+            tracked.harvests, tracked.observes, tracked.audits = [], [], []
 
     def _references(self, report: WorkerReport) -> None:
         for ref_id, reason in report.failed.items():

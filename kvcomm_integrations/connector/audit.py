@@ -24,18 +24,34 @@ Select = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """Policy name, estimated and true keys of layer 1 to the tokens that the policy recomputes; ``None``: none."""
 
 
+def estimates_for(job: AuditJob, estimate: Estimate) -> list[list[KV]]:
+    """What reuse would write, by variant and span. Changes nothing and waits for no other rank.
+
+    Raises:
+        KeyError: a reference is not in the store any more.
+    """
+    return [[estimate(variant.policy, span) for span in variant.spans] for variant in job.variants]
+
+
 def audit(
-    runner: Any, cache: PagedCache, job: AuditJob, estimate: Estimate, select: Select = lambda name, mine, true: None
+    runner: Any,
+    cache: PagedCache,
+    job: AuditJob,
+    estimates: list[list[KV]],
+    select: Select = lambda name, mine, true: None,
 ) -> list[AuditResult]:
-    """Compare the dense run with every variant; the paged cache is left as it was found.
+    """Compare the dense run with every variant; the paged cache is left as it was found. All ranks must call.
+
+    Args:
+        runner: the worker's model runner.
+        cache: the worker's paged cache.
+        job: the finished request.
+        estimates: of ``estimates_for``.
+        select: the tokens that a policy computes in place of loading them.
 
     Returns:
         one result per variant; nothing on ranks that do not hold logits.
-
-    Raises:
-        KeyError: a reference is not in the store any more; nothing was changed.
     """
-    estimates = [[estimate(variant.policy, span) for span in variant.spans] for variant in job.variants]
     end = len(job.token_ids)
     compared = end - job.prompt_tokens + 1
     saved = cache.read(job.blocks, job.exact, end)

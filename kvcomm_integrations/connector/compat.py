@@ -55,8 +55,9 @@ __all__ = [
     "rank_heads",
     "rehash",
     "repair_refusal",
-    "run_virtual_batch",
     "unsupported_reason",
+    "virtual_batch",
+    "watch_weights",
     "write_with_engine",
 ]
 
@@ -171,7 +172,7 @@ def write_with_engine(
     layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
 
-def run_virtual_batch(
+def virtual_batch(
     runner: Any,
     *,
     token_ids: torch.Tensor,
@@ -180,19 +181,19 @@ def run_virtual_batch(
     query_starts: Sequence[int],
     seq_lens: Sequence[int],
     block_tables: Sequence[Iterable[int]],
-) -> torch.Tensor:
-    """One extra forward over rows of an own making, writing their KV into the paged cache.
+) -> Callable[[], torch.Tensor]:
+    """Prepare one extra forward over rows of an own making, which writes their KV into the paged cache.
 
     Row ``i`` holds the query tokens ``query_starts[i]:query_starts[i + 1]`` of a sequence whose first ``seq_lens[i]``
     tokens lie in ``block_tables[i]``. Every layer writes the KV of all rows before it attends, so rows that belong to
-    the same sequence see one another. Logits are not computed.
+    the same sequence see one another. Logits are not computed. Nothing here waits for another rank; the forward does.
 
     Args:
         runner: the worker's model runner (first generation).
         token_ids, positions, slots: ``(tokens,)`` int64, of all rows one after another.
 
     Returns:
-        the last layer's hidden states, ``(tokens, hidden)``.
+        what runs it, once; all ranks must. It returns the last layer's hidden states, ``(tokens, hidden)``.
     """
     config: VllmConfig = runner.vllm_config
     device = runner.device
@@ -204,6 +205,7 @@ def run_virtual_batch(
         table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
     starts = torch.tensor(list(query_starts), dtype=torch.int32)
     lens = torch.tensor(list(seq_lens), dtype=torch.int32)
+    ids, places = token_ids.to(device), positions.to(device)
     group = runner.attn_groups[0][0]
     common = CommonAttentionMetadata(
         query_start_loc=starts.to(device),
@@ -216,23 +218,27 @@ def run_virtual_batch(
         block_table_tensor=table.to(device),
         slot_mapping=slots.to(device),
         causal=True,
-        positions=positions.to(device),
+        positions=places,
         seq_lens_cpu_upper_bound=lens,
         is_prefilling=torch.ones(rows, dtype=torch.bool),
     )
     metadata = group.get_metadata_builder().build(0, common)
     names = runner.kv_cache_config.kv_cache_groups[0].layer_names
-    with (
-        torch.inference_mode(),
-        set_forward_context(
-            dict.fromkeys(names, metadata),
-            config,
-            num_tokens=tokens,
-            slot_mapping=dict.fromkeys(names, common.slot_mapping),
-        ),
-    ):
-        hidden: torch.Tensor = runner.model(input_ids=token_ids.to(device), positions=positions.to(device))
-        return hidden
+
+    def forward() -> torch.Tensor:
+        with (
+            torch.inference_mode(),
+            set_forward_context(
+                dict.fromkeys(names, metadata),
+                config,
+                num_tokens=tokens,
+                slot_mapping=dict.fromkeys(names, common.slot_mapping),
+            ),
+        ):
+            hidden: torch.Tensor = runner.model(input_ids=ids, positions=places)
+            return hidden
+
+    return forward
 
 
 def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -274,6 +280,37 @@ def step_being_taken_in() -> Any:
             return getattr(frame.f_locals.get("kv_connector_output"), "kv_connector_worker_meta", None)
         frame = frame.f_back
     return None
+
+
+def watch_weights(runner: Any, changed: Callable[[bool], None]) -> None:
+    """Have ``changed`` called whenever the weights of a running engine have been replaced, wholly or in part.
+
+    vLLM tells connectors nothing of it. But it replaces weights by the runner's ``reload_weights``, and it ends both
+    that and a transfer of weights from a trainer with the runner's ``reset_lora_state``.
+
+    Args:
+        runner: the worker's model runner; what it lacks is not watched.
+        changed: told whether the weights now are those of the folder that ``model_config.model`` names.
+    """
+    reload, reset = getattr(runner, "reload_weights", None), getattr(runner, "reset_lora_state", None)
+
+    def reloading(*args: Any, **kwargs: Any) -> Any:
+        named = False
+        try:
+            result = reload(*args, **kwargs)  # type: ignore[misc]
+            named = (args[0] if args else kwargs.get("weights_iterator")) is None
+            return result
+        finally:  # a reload that failed may have replaced some of them
+            changed(named)
+
+    def resetting() -> None:
+        reset()  # type: ignore[misc]
+        changed(False)
+
+    if reload is not None:
+        runner.reload_weights = reloading
+    if reset is not None:
+        runner.reset_lora_state = resetting
 
 
 def repair_refusal(runner: Any) -> str | None:

@@ -40,6 +40,11 @@ class EdgeBook:
             del self._examples[oldest]
             self._health.pop(oldest, None)
 
+    def clear(self) -> None:
+        """Forget every edge, with its audits."""
+        self._examples.clear()
+        self._health.clear()
+
     def health(self, policy: str, edge: Edge) -> EdgeHealth:
         """Audited divergence of an edge, made on first use."""
         found = self._health.setdefault((policy, edge), EdgeHealth())

@@ -22,6 +22,7 @@ class Seam(StrEnum):
     REFERENCE = "reference"
     CORRECT = "correct"
     REPAIR = "repair"
+    FORWARD = "forward"
     HARVEST = "harvest"
     OBSERVE = "observe"
     AUDIT = "audit"

@@ -82,7 +82,7 @@ class Jobs:
     def answer(self, tracked: Tracked, blocks: tuple[int, ...]) -> list[HarvestJob]:
         """Keep the answer of a request that ended well, promising it at the same time."""
         params, request = tracked.params, tracked.request
-        if tracked.refusal or params.mode is Mode.DENSE or not params.response_name:
+        if tracked.refusal or tracked.outdated or params.mode is Mode.DENSE or not params.response_name:
             return []
         ids = list(request.output_token_ids)
         ids = ids[:-1] if request.status == RequestStatus.FINISHED_STOPPED and ids else ids

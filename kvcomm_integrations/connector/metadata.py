@@ -118,6 +118,9 @@ class StepMetadata(KVConnectorMetadata):
     harvests: list[HarvestJob] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     """Finished requests whose blocks may be freed once the jobs above are done."""
+    weights: int = 0
+    """Changes of the model's weights that the scheduler half knew of. A worker that knows of more learns and keeps
+    nothing: what these orders speak of was computed with other weights."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     repair_refusal: str | None = None
     """Why the repair pass cannot run here; ``None`` where it can or where it is not known yet."""
     repair_known: bool = False
+    weights: int = 0
+    """How often the model's weights have been replaced since the start: what was held and learned before is gone."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the answers of two ranks: counts add up, times and leverages take the larger."""
@@ -175,4 +180,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         self.disabled = self.disabled or other.disabled
         self.repair_refusal = self.repair_refusal or other.repair_refusal
         self.repair_known = self.repair_known and other.repair_known
+        self.weights = max(self.weights, other.weights)
         return self

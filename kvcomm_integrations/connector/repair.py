@@ -8,14 +8,14 @@ its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from kvcomm_integrations.connector.compat import run_virtual_batch
+from kvcomm_integrations.connector.compat import virtual_batch
 from kvcomm_integrations.connector.paged import PagedCache
 
 
@@ -33,8 +33,10 @@ class Gap:
         return self.start + len(self.token_ids)
 
 
-def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> torch.Tensor:
-    """Compute all gaps in one forward and write their KV into the paged cache.
+def prepare_repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> Callable[[], torch.Tensor]:
+    """Prepare to compute all gaps in one forward that writes their KV into the paged cache.
+
+    Ranks can agree on whether all of them are prepared; inside the forward they wait for one another.
 
     Args:
         runner: the worker's model runner.
@@ -42,11 +44,11 @@ def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> torch.Tensor:
         gaps: at least one, none empty; those of one sequence must not overlap.
 
     Returns:
-        hidden states of the gaps' tokens, ``(tokens, hidden)``, gap after gap.
+        the forward, which returns the hidden states of the gaps' tokens, ``(tokens, hidden)``, gap after gap.
     """
     ids = torch.tensor([token for gap in gaps for token in gap.token_ids], dtype=torch.int64)
     spans = [torch.arange(gap.start, gap.end, dtype=torch.int64) for gap in gaps]
-    return run_virtual_batch(
+    return virtual_batch(
         runner,
         token_ids=ids,
         positions=torch.cat(spans),
@@ -55,3 +57,8 @@ def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> torch.Tensor:
         seq_lens=[gap.end for gap in gaps],
         block_tables=[gap.blocks[: -(-gap.end // cache.block_size)] for gap in gaps],
     )
+
+
+def repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> torch.Tensor:
+    """Compute all gaps now; arguments and result as of ``prepare_repair``."""
+    return prepare_repair(runner, cache, gaps)()

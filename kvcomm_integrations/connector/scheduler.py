@@ -214,7 +214,7 @@ class SchedulerHalf:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Orders for the workers in this step."""
-        meta = StepMetadata()
+        meta = StepMetadata(weights=self.workers.weights)
         self._step += 1
         unadmitted: list[Tracked] = []
         for tracked in self._planned:
@@ -253,9 +253,12 @@ class SchedulerHalf:
 
     def acknowledge(self, report: WorkerReport) -> None:
         """Take in what the workers have done."""
+        weights = self.workers.weights
         try:
             self.meter.acknowledged(report)
             self.answers.take(report, self._tracked)
+            if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
+                self._finished = [(req_id, [], [], []) for req_id, *_ in self._finished]
         except Exception as error:  # as if the answer had been lost
             logger.exception("The workers' report could not be taken in")
             self.breaker.fault("report", str(error))
@@ -312,7 +315,7 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Forget all references, as the user asked, and reuse again if faults had stopped it.
 
-        Learned corrections stay; the workers are asked to drop them if weights have changed.
+        Learned corrections stay: only other weights make them worthless, and workers notice those.
         """
         self.index.clear()
         self.breaker.reset()

@@ -39,6 +39,8 @@ class StateCalls:
         self._config = config
         self._half = half
         self._identity: ModelIdentity | None = None
+        self._identity_of = 0
+        """Changes of the weights before ``_identity`` was found out."""
         self._loaded: LearnedState | None = None
 
     def call(self, method: str, *args: Any) -> StateAnswer:
@@ -128,7 +130,13 @@ class StateCalls:
         return self._half.config.state_bytes * -(-total // heads.count) + (64 << 20)
 
     def _model(self) -> ModelIdentity:
-        if self._identity is None:
+        if not self._half.weights_named:
+            raise StateFileError(
+                "the model's weights have been replaced by others than those of a folder: what was learned since "
+                "cannot be kept, because a state file says by a hash of the folder's weights what it fits"
+            )
+        if self._identity is None or self._identity_of != self._half.weights:
+            self._identity_of = self._half.weights
             cache, rope, model = self._half.cache, self._half.rope, self._config.model_config
             assert cache is not None and rope is not None
             self._identity = ModelIdentity(

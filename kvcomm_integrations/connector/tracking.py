@@ -25,6 +25,8 @@ class WorkersState:
     """Why there is no repair pass; ``None`` where it runs."""
     verified: bool = False
     """The rotation has been checked on real keys."""
+    weights: int = 0
+    """How often the model's weights have been replaced since the start."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Tracked:
     """Why it runs densely though it could reuse; ``None`` until that has been decided."""
     observes: list[Lesson] = field(default_factory=list)
     """What can be learned once the prompt is complete."""
+    outdated: bool = False
+    """Some of its KV was computed with weights that the model does not have any more."""
     preemptions: int = 0
     """Preemptions noticed so far."""
     prompt_done: bool = False

@@ -7,6 +7,7 @@ harvest. Whatever goes wrong while filling ends in computing those tokens, never
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
-from kvcomm_integrations.connector.audit import audit
+from kvcomm_integrations.connector.audit import audit, estimates_for
 from kvcomm_integrations.connector.background import Background
 from kvcomm_integrations.connector.compat import (
     VllmConfig,
@@ -26,6 +27,7 @@ from kvcomm_integrations.connector.compat import (
     calling_runner,
     holds_first_layer,
     repair_refusal,
+    watch_weights,
     write_with_engine,
 )
 from kvcomm_integrations.connector.faults import FaultSwitch, Seam
@@ -42,7 +44,7 @@ from kvcomm_integrations.connector.metadata import (
     WorkerReport,
 )
 from kvcomm_integrations.connector.paged import PagedCache, probe_layout
-from kvcomm_integrations.connector.repair import Gap, repair
+from kvcomm_integrations.connector.repair import Gap, prepare_repair
 from kvcomm_integrations.connector.rescue import BadBlocks
 from kvcomm_integrations.connector.selfcheck import check_rotation
 from kvcomm_integrations.connector.series import STATE_BYTES, STORE_BYTES
@@ -55,6 +57,9 @@ from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
 
 logger = logging.getLogger(__name__)
+
+FAILED_ALONE = 71
+"""Exit code of a worker that failed where other ranks wait for it."""
 
 
 class WorkerHalf:
@@ -80,6 +85,10 @@ class WorkerHalf:
         """Why the repair pass cannot run here; ``None`` where it can."""
         self.disabled = refusal if config.enabled else "reuse is switched off"
         self.verified = False
+        self.weights = 0
+        """How often the model's weights have been replaced since the start."""
+        self.weights_named = True
+        """The weights are those of the folder that vLLM's configuration names."""
         self.background = Background()
         self._scratch = Scratch()
         self._leverages = LeverageBook()
@@ -124,6 +133,7 @@ class WorkerHalf:
     def attach(self, runner: Any) -> None:
         """Make the model runner known, which the repair pass needs."""
         self._runner = runner
+        watch_weights(runner, self.weights_changed)
         self.repair_refusal = repair_refusal(runner)
         self._report.repair_known = True
         self._report.repair_refusal = self.repair_refusal
@@ -135,6 +145,24 @@ class WorkerHalf:
         self.disabled = reason
         self._report.disabled = reason
         self.store.clear()
+
+    def weights_changed(self, named: bool) -> None:
+        """Forget all that was held or learned: it came from weights that the model does not have any more.
+
+        Args:
+            named: the weights now are those of the folder that vLLM's configuration names.
+        """
+        self.weights += 1
+        self.weights_named = named
+        self._report.weights = self.weights
+        self._report.audits = []
+        self._changed = True
+        self.store.clear()
+        for name in list(self.policies):
+            with self.relearning(name) as policy:
+                for edge in policy.edges():
+                    policy.forget(edge)
+        self._leverages.clear()
 
     # ---- before the forward ----------------------------------------------------------------------------------------
 
@@ -172,23 +200,50 @@ class WorkerHalf:
         gaps = [gap for job, missing in zip(jobs, spans, strict=True) for gap in _gaps(job, missing)]
         problem = self.repair_refusal
         if gaps and problem is None:
-            assert self.cache is not None
-            try:
-                self.faults.strike(Seam.REPAIR)
-                repair(self._runner, self.cache, gaps)
-                self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
+            problem = self._compute(gaps)
+            if not problem:
                 return faults
-            except Exception as error:
-                if self._vllm_config.parallel_config.world_size > 1:
-                    # The other ranks wait for this one inside the model: stopping is better than hanging.
-                    raise EngineError(f"the repair pass failed on one of several ranks: {error}") from error
-                logger.exception("The repair pass failed")
-                problem = f"the repair pass failed ({type(error).__name__}: {error})"
         for number, job in enumerate(jobs):
             if spans[number]:
                 faults[number] = faults[number] or str(problem)
                 self.bad_blocks.add(job, self.block_size)
         return faults
+
+    def _compute(self, gaps: list[Gap]) -> str:
+        """Run the repair pass, unless some rank cannot even prepare it; returns what went wrong, if anything did.
+
+        Where it fails inside the model on one of several ranks, this process ends, and the engine with it.
+        """
+        assert self.cache is not None
+        forward, fault = None, ""
+        try:
+            self.faults.strike(Seam.REPAIR)
+            forward = prepare_repair(self._runner, self.cache, gaps)
+        except Exception as error:
+            logger.exception("The repair pass could not be prepared")
+            fault = f"{type(error).__name__}: {error}"
+        [fault] = agree_on_faults([fault])
+        if forward is None or fault:
+            return f"the repair pass failed ({fault})"
+        try:
+            self.faults.strike(Seam.FORWARD)
+            forward()
+        except Exception as error:
+            self._end_if_others_wait("the repair pass", error)
+            logger.exception("The repair pass failed")
+            return f"the repair pass failed ({type(error).__name__}: {error})"
+        self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
+        return ""
+
+    def _end_if_others_wait(self, what: str, error: Exception) -> None:
+        """Inside the model ranks wait for one another: where one fails, the engine had better end than hang.
+
+        vLLM only logs what a rank other than the first raises, and the next step's exchange would meet this one's:
+        only the end of the process is noticed. vLLM then ends the others and tells whoever waits for an answer.
+        """
+        if self._vllm_config.parallel_config.world_size > 1:
+            logger.critical("%s failed on one of several ranks; this worker ends", what, exc_info=error)
+            os._exit(FAILED_ALONE)
 
     def _load_spans(self, job: LoadJob) -> None:
         assert self.cache is not None
@@ -245,14 +300,17 @@ class WorkerHalf:
     def save(self, meta: StepMetadata) -> None:
         """Audit, learn, drop and harvest as ordered; none of it can harm the requests."""
         self._changed = self._changed or bool(meta.observes or meta.drops or meta.harvests)
-        for audited in meta.audits:
+        outdated = meta.weights != self.weights  # the scheduler half withdraws what it has ordered, once it has heard
+        if outdated:
+            self._report.weights = self.weights
+        for audited in () if outdated else meta.audits:
             self._audit(audited)
-        for job in meta.observes:
+        for job in () if outdated else meta.observes:
             self._observe(job)
         for ref_id in meta.drops:
             self.store.drop(ref_id)
             self._leverages.drop(ref_id)
-        for harvest in meta.harvests:
+        for harvest in () if outdated else meta.harvests:
             try:
                 self._harvest(harvest)
             except Exception as error:  # a lost reference costs a dense prefill, nothing else
@@ -263,21 +321,32 @@ class WorkerHalf:
     def _audit(self, job: AuditJob) -> None:
         if self.cache is None or self.bad_blocks.hold(job.blocks):
             return
+        estimates, fault = None, ""
         try:
             self.faults.strike(Seam.AUDIT)
+            estimates = estimates_for(job, self._estimate)
+        except KeyError as error:  # a reference was evicted in the meantime
+            logger.info("Audit of request %s was not possible: %s", job.req_id, error)
+            fault = str(error)
+        except Exception as error:  # a lost audit costs knowledge, nothing else
+            logger.exception("Audit of request %s failed", job.req_id)
+            self._note_fault("audit")
+            fault = str(error)
+        [fault] = agree_on_faults([fault])
+        if estimates is None or fault:
+            return
+        try:
             results = audit(
                 self._runner,
                 self.cache,
                 job,
-                self._estimate,
+                estimates,
                 lambda name, mine, true: self._policy(name).select(mine, true),
             )
-        except KeyError as error:  # a reference was evicted in the meantime
-            logger.info("Audit of request %s was not possible: %s", job.req_id, error)
-            return
-        except Exception:  # a lost audit costs knowledge, nothing else
+        except Exception as error:
+            self._end_if_others_wait("an audit", error)
             logger.exception("Audit of request %s failed", job.req_id)
-            self._report.faults["audit"] = self._report.faults.get("audit", 0) + 1
+            self._note_fault("audit")
             return
         self._report.audits.extend(results)
         self.audit_log.extend(results)
@@ -362,7 +431,10 @@ class WorkerHalf:
             logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else
             logger.exception("Learning from %s for %s failed", job.edge.source, job.edge.target)
-            self._report.faults["learn"] = self._report.faults.get("learn", 0) + 1
+            self._note_fault("learn")
+
+    def _note_fault(self, what: str) -> None:
+        self._report.faults[what] = self._report.faults.get(what, 0) + 1
 
     def _keep_to_budget(self) -> None:
         """All policies together keep to ``state_bytes``; the largest forgets what it has not used for longest."""
@@ -428,6 +500,7 @@ class WorkerHalf:
             return None
         if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
             report.repair_known, report.repair_refusal = True, self.repair_refusal
+        report.weights = self.weights
         return report
 
     def take_stats(self) -> ReuseStats | None:

@@ -66,6 +66,8 @@ class Live:
     """The worker's word on its load was lost."""
     hidden: bool = False
     """It was admitted with a plan that holds estimates."""
+    weights: int = 0
+    """Changes of weights before it was admitted."""
 
     @property
     def ids(self) -> list[int]:
@@ -82,6 +84,7 @@ class Cached:
     flags: list[bool]
     """Per token of the block, whether its KV is exact."""
     owner: str
+    weights: int
     written: bool = False
 
 
@@ -140,6 +143,8 @@ class World:
         self.acknowledged: set[int] = set()
         self.reports: deque[tuple[int, WorkerReport]] = deque()
         self.now = 0
+        self.weights = 0
+        """How often the model's weights have been replaced."""
         self.loads = 0
         self.contents = [[rnd.randrange(900) for _ in range(rnd.randrange(2, 70))] for _ in range(5)]
         self.systems = [[1000 * (a + 1) + i for i in range(rnd.randrange(2, 45))] for a in range(3)]
@@ -207,8 +212,8 @@ class World:
         for number, value in enumerate(request.block_hashes):
             end = (number + 1) * BLOCK
             cached = self.cache.get(bytes(value))
-            if cached is None or end > request.num_tokens - 1:
-                break
+            if cached is None or end > request.num_tokens - 1 or cached.weights != self.weights:
+                break  # whoever replaces weights empties the prefix cache
             assert cached.prefix == tuple(request.all_token_ids[:end])
             assert (cached.salt, cached.lora) == (live.names[0], live.lora)
             assert all(cached.flags) or cached.owner == request.request_id, "an estimate was found in the prefix cache"
@@ -225,13 +230,14 @@ class World:
             flags = live.exact[end - BLOCK : end]
             written = end <= live.request.num_computed_tokens  # loads and repair come before, or are one batch
             found = self.cache.get(value)
-            if found is None:
+            if found is None or found.weights != live.weights:
                 self.cache[value] = Cached(
                     tuple(live.request.all_token_ids[:end]),
                     live.names[0],
                     live.lora,
                     flags,
                     live.request.request_id,
+                    live.weights,
                     written,
                 )
             else:
@@ -295,6 +301,10 @@ class World:
         if rnd.random() < trouble / 5:
             self.injected["reset"] += 1
             half.reset()
+        if rnd.random() < trouble / 8:
+            self.injected["new weights"] += 1
+            self.weights += 1
+            self.store.clear()
         if rnd.random() < trouble / 5:
             _, tenant, session = rnd.choice(NAMES)
             half.release_session(tenant, session)
@@ -350,6 +360,7 @@ class World:
             live.exact += [all(live.exact)] * (border - hit) + [False] * (plan.end - border)
         else:
             assert plan is None
+        live.weights = self.weights
         request.num_computed_tokens = hit + external
         request.status = RequestStatus.RUNNING
         self.running.append(live)
@@ -359,10 +370,17 @@ class World:
 
     def work(self, meta: StepMetadata, planned: dict[str, int], trouble: float) -> None:
         rnd, report = self.random, WorkerReport()
+        outdated = meta.weights != self.weights  # the real worker learns and keeps nothing then, and says why
+        if outdated:
+            report.weights = self.weights
+            meta.audits, meta.observes, meta.harvests = [], [], []
         for job in meta.loads:
             fault = "fault" if rnd.random() < trouble else ""
             self.injected["load"] += bool(fault)
-            self.load(job, planned[job.req_id])
+            if outdated and not all(span.ref_id in self.store for span in job.spans):
+                fault = "it is gone"
+            else:
+                self.load(job, planned[job.req_id])
             if not fault:
                 self.lives[job.req_id].loaded = sum(s.end - s.start for s in job.spans if not s.exact)
                 self.loads += 1
@@ -371,6 +389,7 @@ class World:
             cached.written = True
         for audit in meta.audits:
             live = self.of(audit.blocks)
+            assert live.weights == self.weights
             assert audit.token_ids == tuple(live.ids[: len(audit.token_ids)]) and all(live.exact)
             assert len(audit.token_ids) <= live.request.num_tokens - 1
             self.audits += 1
@@ -388,7 +407,7 @@ class World:
         for lesson in meta.observes:
             live, held = self.of(lesson.blocks), self.store[lesson.ref_id]
             end = lesson.start + lesson.tokens
-            assert live.may_harvest and all(live.exact) and end <= len(live.exact)
+            assert live.may_harvest and live.weights == self.weights and all(live.exact) and end <= len(live.exact)
             assert held.ids[lesson.offset : lesson.offset + lesson.tokens] == live.ids[lesson.start : end]
             self.check_names(held, live, lesson.edge.target)
             if rnd.random() < 4 * trouble:
@@ -400,7 +419,11 @@ class World:
             self.store.pop(ref_id, None)
         for harvest in meta.harvests:
             live = self.of(harvest.blocks)
-            assert live.may_harvest and 0 <= harvest.start < harvest.end <= len(live.exact)
+            assert (
+                live.may_harvest
+                and live.weights == self.weights
+                and 0 <= harvest.start < harvest.end <= len(live.exact)
+            )
             assert harvest.end <= max(live.request.num_computed_tokens, live.request.num_prompt_tokens)
             assert not harvest.exact or (harvest.start == 0 and all(live.exact[: harvest.end]))
             assert not harvest.dense or all(live.exact[: harvest.end])
@@ -419,6 +442,8 @@ class World:
             report.leverage.update(
                 {("ridge", edge, harvest.ref_id): 1.5 for _, edge in report.examples if rnd.random() < 0.5}
             )
+        if report != WorkerReport():
+            report.weights = self.weights
         assert sum(len(held.ids) for held in self.store.values()) * BYTES_PER_TOKEN <= self.budget
         for req_id in meta.releases:
             self.free(self.delayed.pop(req_id))  # exactly once, and only what was kept

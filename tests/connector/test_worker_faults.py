@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -11,10 +12,19 @@ import torch
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector import worker as worker_module
 from kvcomm_integrations.connector.faults import SWITCH, FaultSwitch
-from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.metadata import (
+    AuditJob,
+    AuditVariant,
+    HarvestJob,
+    LoadJob,
+    LoadSpan,
+    ObserveJob,
+    StepMetadata,
+    WorkerReport,
+)
 from kvcomm_integrations.connector.rescue import MEMORY
-from kvcomm_integrations.connector.worker import WorkerHalf
-from kvcomm_integrations.errors import ConfigurationError, EngineError
+from kvcomm_integrations.connector.worker import FAILED_ALONE, WorkerHalf
+from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.reuse.policies.base import KV
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
@@ -41,7 +51,7 @@ def half() -> WorkerHalf:
 def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The gaps that the repair pass was given."""
     gaps: list[Any] = []
-    monkeypatch.setattr(worker_module, "repair", lambda runner, cache, found: gaps.extend(found))
+    monkeypatch.setattr(worker_module, "prepare_repair", lambda runner, cache, found: lambda: gaps.extend(found))
     half.repair_refusal = None
     return gaps
 
@@ -82,10 +92,11 @@ def test_without_a_repair_pass_vllm_hears_of_the_blocks(half: WorkerHalf) -> Non
     assert "injected" in report_of(half).loads["r"].fault
 
 
-def test_a_failed_repair_pass_loses_only_those_that_needed_it(half: WorkerHalf, rescued: list[Any]) -> None:
+@pytest.mark.parametrize("seam", ["repair", "forward"])
+def test_a_failed_repair_pass_loses_only_those_that_needed_it(half: WorkerHalf, rescued: list[Any], seam: str) -> None:
     whole = LoadJob("whole", (8, 9), "aligned", (LoadSpan(7, 0, 16, 32, EDGE),), (), (0,) * 16, 16, 32)
     gappy = LoadJob("gappy", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), tuple(range(24)), 16, 40)
-    half.faults.arm("repair", "raise")
+    half.faults.arm(seam, "raise")
     half.load(StepMetadata(loads=[whole, gappy]))
     loads = report_of(half).loads
     assert loads["whole"].fault == "" and "repair" in loads["gappy"].fault
@@ -93,17 +104,75 @@ def test_a_failed_repair_pass_loses_only_those_that_needed_it(half: WorkerHalf, 
     assert rescued == []
 
 
-def test_on_several_ranks_a_failed_repair_pass_stops_the_engine(half: WorkerHalf, rescued: list[Any]) -> None:
+GAPPY = LoadJob("r", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), (0,) * 24, 16, 40)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the process can be caught."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+
+def test_where_ranks_wait_for_one_another_a_fault_ends_the_process(
+    half: WorkerHalf, rescued: list[Any], ended: None
+) -> None:
+    half._vllm_config.parallel_config.world_size = 2
+    half.faults.arm("forward", "raise")
+    with pytest.raises(SystemExit, match=str(FAILED_ALONE)):
+        half.load(StepMetadata(loads=[GAPPY]))
+
+
+def test_before_that_ranks_agree_not_to_start(
+    half: WorkerHalf, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     half._vllm_config.parallel_config.world_size = 2
     half.faults.arm("repair", "raise")
-    with pytest.raises(EngineError, match="several ranks"):
-        half.load(StepMetadata(loads=[LoadJob("r", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), (0,) * 24, 16, 40)]))
+    half.load(StepMetadata(loads=[GAPPY]))
+    assert "injected" in report_of(half).loads["r"].fault
+    answers = [[""], ["another rank failed"]]  # the loads went well, the preparation did not
+    monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: answers.pop(0))
+    half.bad_blocks.take()
+    half.load(StepMetadata(loads=[GAPPY]))
+    assert half.bad_blocks.take() == BLOCKS_LOST
+    assert "another rank failed" in report_of(half).loads["r"].fault
+    assert rescued == [] and half.repaired_tokens == 0
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_ranks_agree_before_an_audit(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+    """A rank that does not come along would leave the others waiting inside the model."""
+    started: list[AuditJob] = []
+    monkeypatch.setattr(worker_module, "audit", lambda runner, cache, job, *rest: started.append(job) or [])
+    job = AuditJob("r", (5, 6, 7), (0,) * 42, 40, 0, (AuditVariant("aligned", (SPAN,), ((0, 20),), 40),))
+    half.save(StepMetadata(audits=[job]))
+    assert started == [job]
+    if other:
+        monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: ["another rank failed"])
+    else:
+        half.faults.arm("audit", "raise")
+    half.save(StepMetadata(audits=[job]))
+    assert started == [job]
+    assert half._report.faults == ({} if other else {"audit": 1})
+
+
+def test_an_audit_that_fails_inside_the_model(half: WorkerHalf, ended: None) -> None:
+    job = AuditJob("r", (5, 6, 7), (0,) * 42, 40, 0, (AuditVariant("aligned", (SPAN,), ((0, 20),), 40),))
+    half.save(StepMetadata(audits=[job]))  # there is no runner here
+    assert report_of(half).faults == {"audit": 1}
+    half._vllm_config.parallel_config.world_size = 2
+    with pytest.raises(SystemExit, match=str(FAILED_ALONE)):
+        half.save(StepMetadata(audits=[job]))
 
 
 def test_a_fault_of_another_rank_is_ours_too(
     half: WorkerHalf, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: ["another rank failed" for _ in faults])
+    answers = [["another rank failed"], [""]]  # while loading; in preparing the repair pass, none did
+    monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: answers.pop(0))
     half.load(StepMetadata(loads=[JOB]))
     assert [(gap.start, gap.end) for gap in rescued] == [(16, 40)]
     assert report_of(half).loads["r"].fault == "another rank failed"

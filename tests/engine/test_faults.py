@@ -8,74 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest, SamplingOptions
-from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.errors import EngineError
-from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import Mode
-from tests.engine.helpers import END, QUESTIONS, Answer, Client, system
-from tests.engine.plain import plain_answers
+from tests.engine.faultbench import Bench, make_bench
+from tests.engine.helpers import END, Answer, system
 
 pytestmark = pytest.mark.engine
-
-PROMPTS, TOKENS = 200, 4
-GREEDY = SamplingOptions(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-
-
-@dataclass
-class Bench:
-    """An engine under test, and what plain vLLM answers to 200 random prompts."""
-
-    client: Client
-    prompts: list[tuple[int, ...]]
-    """Random; none outside of reliability runs."""
-    plain: list[tuple[int, ...]]
-    numbers: Iterator[int]
-
-    def fresh(self) -> str:
-        """A session or salt that nobody has used."""
-        return f"fresh-{next(self.numbers)}"
-
-    def request(self, number: int) -> GenerationRequest:
-        """A random prompt with nothing to reuse."""
-        prompt, mode = SegmentedPrompt(self.prompts[number], ()), Mode.DENSE if number % 2 else Mode.AUTO
-        return self.client.request(prompt, session=self.fresh(), mode=mode, salt=self.fresh(), sampling=GREEDY)
-
-    def check_plain(self) -> None:
-        """With nothing to reuse the engine equals plain vLLM, one at a time and many at once; no block is held."""
-        assert [self.client.run(self.request(i)).ids for i in range(len(self.prompts))] == self.plain
-
-        async def together() -> list[Answer]:
-            runs = (self.client.arun(self.request(i)) for i in range(len(self.prompts)))
-            return list(await asyncio.wait_for(asyncio.gather(*runs), 120))
-
-        assert [a.ids for a in asyncio.run(together())] == self.plain
-        self.client.engine.drain()
-
-    def pair(self) -> tuple[SegmentedPrompt, SegmentedPrompt, str]:
-        """Two agents' prompts with the same content, new to the engine, and a session for both."""
-        number = next(self.numbers)
-        question = self.client.encode(f"{QUESTIONS[number % 3]} {QUESTIONS[1]} This is case {number}.")
-        return (
-            self.client.prompt(system("planner"), ("user_question", question), END),
-            self.client.prompt(system("solver"), ("user_question", question), END),
-            f"pair-{number}",
-        )
-
-    def dense(self, prompt: SegmentedPrompt) -> tuple[int, ...]:
-        return self.client.ask(prompt, session=self.fresh(), mode=Mode.DENSE, salt=self.fresh()).ids
-
-    def arm(self, seam: str, kind: str, times: int = 1) -> None:
-        self.client.engine.call_workers("kvcomm_inject_fault", seam, kind, times)
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +32,9 @@ def bench(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Bench]:
     thorough = "reliability" in str(request.config.getoption("-m"))
-    rnd = random.Random(11)
-    lengths = [rnd.randrange(2, 200) for _ in range(PROMPTS if thorough else 0)]
-    prompts = [tuple(rnd.randrange(2000, 40000) for _ in range(length)) for length in lengths]
-    plain = plain_answers(tiny_model, prompts, TOKENS, tmp_path_factory.mktemp("plain")) if thorough else []
-    engine = InProcessEngine(
-        EngineConfig(
-            model=str(tiny_model),
-            max_model_len=1024,
-            max_num_seqs=16,
-            kv_cache_bytes=1 << 28,
-            reuse=ReuseConfig(policy="ridge", audit_rate=0.0, learn_rate=0.0, max_faults=5, fault_pause_s=600.0),
-        )
-    )
-    yield Bench(Client(engine), prompts, plain, count())
-    engine.close()
+    bench = make_bench(tiny_model, tmp_path_factory.mktemp("plain"), thorough=thorough)
+    yield bench
+    bench.client.engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -211,18 +148,107 @@ def test_requests_aborted_in_every_phase_leave_nothing_behind(bench: Bench) -> N
 
 
 @pytest.mark.reliability
-def test_after_a_reset_of_everything_all_is_dense(bench: Bench) -> None:
-    """What to do when weights have changed."""
+def test_requests_preempted_at_any_moment_end_as_if_they_had_not_been(bench: Bench) -> None:
+    rnd, forced = random.Random(4), 0
+
+    async def flood() -> list[Answer]:
+        async def preempt() -> None:
+            nonlocal forced
+            while True:
+                await asyncio.sleep(rnd.random() * 0.2)
+                forced += 1
+                with contextlib.suppress(Exception):  # vLLM preempts, then minds that finished requests hold blocks
+                    await asyncio.to_thread(bench.vllm, lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
+
+        requests = [bench.request(number) for number in range(len(bench.prompts))]
+        for number in range(60):
+            prompt = bench.pair()[number % 2]
+            requests.append(bench.client.request(prompt, agent=f"a{number % 3}", session=f"p-{number % 4}", tokens=8))
+        rnd.shuffle(requests)
+        storm = asyncio.create_task(preempt())
+        try:
+            answers = await asyncio.wait_for(asyncio.gather(*map(bench.client.arun, requests)), 200)
+        finally:
+            storm.cancel()
+        by_prompt = {request.prompt.token_ids: answer for request, answer in zip(requests, answers, strict=True)}
+        return [by_prompt[prompt] for prompt in bench.prompts]
+
+    assert [answer.ids for answer in asyncio.run(flood())] == bench.plain
+    assert forced > 20
+    bench.check_plain()
+
+
+async def nap(bench: Bench, request: GenerationRequest, level: int, mode: str) -> Answer:
+    """Send the engine to sleep while it answers a request, and wake it up."""
+    running = asyncio.create_task(bench.client.arun(request))
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(bench.vllm, lambda llm: llm.sleep(level, mode))
+    await asyncio.to_thread(bench.vllm, lambda llm: llm.wake_up())
+    return await asyncio.wait_for(running, 60)
+
+
+@pytest.mark.reliability(always=True)
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_an_engine_that_has_slept_reuses_what_it_still_holds(bench: Bench, mode: str) -> None:
+    """On a CPU vLLM frees no memory, but it stops, clears and starts again as everywhere."""
+    client = bench.client
+    for level in (0, 1, 2):
+        first, second, session = bench.pair()
+        client.ask(first, agent="p", session=session)
+        running = client.request(second, agent="b", session=session, tokens=40)
+        ended = asyncio.run(nap(bench, running, level, mode)).last.finish_reason
+        assert ended == ("abort" if mode == "abort" else "length")
+        answer = client.ask(second, agent="s", session=session)
+        if level and mode != "keep":  # vLLM has cleared its own cache and asked us to do the same
+            assert answer.report.loaded == 0
+            assert answer.ids == bench.dense(second)
+        else:  # nothing was cleared, or the kept request was computed again afterwards
+            assert answer.report.loaded > 0
+    bench.check_plain()
+
+
+@pytest.fixture
+def other_weights(tiny_model: Path, tmp_path: Path) -> Path:
+    """A folder with the tiny model's configuration and other weights."""
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model, folder)
+    [path] = folder.glob("*.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    tensors = {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.reliability(always=True)
+def test_after_a_change_of_weights_all_is_forgotten(bench: Bench, tiny_model: Path, other_weights: Path) -> None:
+    """Nobody tells us: only vLLM's own cache is emptied, as has to be done without a connector."""
+    client = bench.client
     first, second, session = bench.pair()
-    bench.client.ask(first, agent="p", session=session)
-    bench.client.ask(second, agent="s", session=session, mode=Mode.OBSERVE)
-    bench.client.engine.call_workers("reload_weights")
-    assert bench.client.engine.reset_prefix_cache(references=True, corrections=True)
-    answer = bench.client.ask(second, agent="s", session=session)
+    old = client.ask(first, agent="p", session=session)
+    client.ask(second, agent="s", session=session, mode=Mode.OBSERVE)
+    running: list[Answer] = []
+
+    async def change() -> None:
+        task = asyncio.create_task(client.arun(client.request(first, agent="r", session=session, tokens=60)))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(client.engine.call_workers, "reload_weights", None, str(other_weights))
+        running.append(await asyncio.wait_for(task, 60))
+
+    asyncio.run(change())
+    client.engine.drain()
+    [stats] = client.engine.call_workers("kvcomm_stats")
+    assert (stats["references"], sum(stats["policies"].values())) == (0, 0)
+    assert client.engine.reset_prefix_cache()
+    mixed = client.prompt(system("critic"), ("answer", running[0].content), END)  # computed with both
+    assert client.ask(mixed, agent="c", session=session, respond=False).report.loaded == 0
+    answer = client.ask(second, agent="s", session=session)
     assert answer.report.loaded == 0
     assert answer.ids == bench.dense(second)
-    [stats] = bench.client.engine.call_workers("kvcomm_stats")
-    assert sum(stats["policies"].values()) == 0
+    assert client.ask(first, agent="p", session=session).ids != old.ids
+    assert client.ask(second, agent="t", session=session).report.loaded > 0  # of the new weights
+    client.engine.call_workers("reload_weights", None, str(tiny_model))
+    assert client.engine.reset_prefix_cache()
+    assert client.ask(first, agent="p", session=session).ids == old.ids
     bench.check_plain()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.state.files import read_manifest, read_state
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
@@ -96,9 +99,9 @@ def test_loading_into_the_same_context_changes_nothing(parallel: Client) -> None
     assert loaded.ids == dense.ids
 
 
-@pytest.mark.parametrize("seam", ["correct", "reference"])
+@pytest.mark.parametrize("seam", ["correct", "reference", "repair"])
 def test_a_fault_of_one_rank_is_answered_by_all(parallel: Client, seam: str) -> None:
-    """Ranks agree before the repair pass; else each would wait for another batch of the other."""
+    """Ranks agree before each batch; else one would wait for a batch of the other that is another or never comes."""
     question = parallel.encode(" ".join(QUESTIONS) + f" Now with a fault in {seam}.")
     parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session=seam)
     prompt = parallel.prompt(system("solver"), ("user_question", question), END)
@@ -110,3 +113,30 @@ def test_a_fault_of_one_rank_is_answered_by_all(parallel: Client, seam: str) -> 
     assert answer.ids == dense.ids
     again = parallel.ask(prompt, agent="s", session=seam)
     assert again.report.loaded > 0
+
+
+def test_a_fault_of_one_rank_in_an_audit_is_answered_by_all(parallel: Client) -> None:
+    question = parallel.encode(" ".join(QUESTIONS) + " Now with a fault in an audit.")
+    parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session="audit")
+    prompt = parallel.prompt(system("solver"), ("user_question", question), END)
+    request = parallel.request(prompt, agent="s", session="audit", mode=Mode.OBSERVE, respond=False)
+    request = replace(request, params=request.params.model_copy(update={"audit": ("aligned",)}))
+    parallel.engine.call_workers("kvcomm_take_audits")
+    parallel.engine.call_workers("kvcomm_inject_fault", "audit", "raise", 1, 1)
+    for audits in (0, 1):  # the second time without a fault
+        parallel.run(request)
+        parallel.engine.drain()
+        assert len(max(parallel.engine.call_workers("kvcomm_take_audits"), key=len)) == audits
+
+
+def test_a_fault_of_one_rank_inside_the_model_stops_the_engine_at_once(parallel: Client) -> None:
+    """The other rank waits for it there, as in any forward of vLLM's own. The next call starts the engine anew."""
+    question = parallel.encode(" ".join(QUESTIONS) + " Now with a fault in the forward.")
+    parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session="forward")
+    prompt = parallel.prompt(system("solver"), ("user_question", question), END)
+    parallel.engine.call_workers("kvcomm_inject_fault", "forward", "raise", 1, 1)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="died"):
+        parallel.ask(prompt, agent="s", session="forward")
+    assert time.monotonic() - started < 60
+    assert parallel.ask(prompt, agent="s", session="forward").report.loaded == 0
