@@ -159,7 +159,7 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._worker is not None:
-            self._worker.background.close()
+            self._worker.learner.background.close()
 
     def _step(self) -> StepMetadata:
         meta = self._get_connector_metadata()

@@ -57,7 +57,7 @@ class StateCalls:
         policy, heads = self._half.config.policy, self._heads()
         assert self._half.cache is not None
         state = take_from(
-            self._half.policies.get(policy) or create_policy(policy),
+            self._half.learner.policies.get(policy) or create_policy(policy),
             self._model(),
             heads,
             layout=self._half.cache.layout.value,
@@ -87,7 +87,7 @@ class StateCalls:
         if state is None:
             raise StateFileError("nothing has been loaded")
         assert self._half.cache is not None
-        with self._half.relearning(self._half.config.policy) as policy:
+        with self._half.learner.relearning(self._half.config.policy) as policy:
             if state.tenant is not None and not merge:
                 for edge in policy.edges():
                     if tenant_of(edge.scope) == state.tenant:
@@ -98,8 +98,8 @@ class StateCalls:
     def clear(self, tenant: str | None) -> StateAnswer:
         """Forget every edge, or one tenant's."""
         forgotten = 0
-        for name in list(self._half.policies):
-            with self._half.relearning(name) as policy:
+        for name in list(self._half.learner.policies):
+            with self._half.learner.relearning(name) as policy:
                 for edge in policy.edges():
                     if tenant is None or tenant_of(edge.scope) == tenant:
                         policy.forget(edge)

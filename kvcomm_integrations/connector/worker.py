@@ -10,16 +10,13 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
 from kvcomm_integrations.connector.audit import audit, estimates_for
-from kvcomm_integrations.connector.background import Background
 from kvcomm_integrations.connector.compat import (
     VllmConfig,
     agree_on_faults,
@@ -31,7 +28,7 @@ from kvcomm_integrations.connector.compat import (
     write_with_engine,
 )
 from kvcomm_integrations.connector.faults import FaultSwitch, Seam
-from kvcomm_integrations.connector.leverages import LeverageBook
+from kvcomm_integrations.connector.learner import Learner
 from kvcomm_integrations.connector.metadata import (
     AuditJob,
     AuditResult,
@@ -50,8 +47,7 @@ from kvcomm_integrations.connector.selfcheck import check_rotation
 from kvcomm_integrations.connector.series import STATE_BYTES, STORE_BYTES
 from kvcomm_integrations.connector.stats import ReuseStats
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
-from kvcomm_integrations.reuse.policies import create_policy, policy_traits
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, is_finite
+from kvcomm_integrations.reuse.policies.base import KV, is_finite
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
@@ -77,7 +73,7 @@ class WorkerHalf:
         self.cache: PagedCache | None = None
         self.rope: Rope | None = None
         self.store = ReferenceStore(config.store_bytes)
-        self.policies: dict[str, Policy] = {}
+        self.learner = Learner(config, self.store)
         self.faults = FaultSwitch()
         self.bad_blocks = BadBlocks()
         self._runner: Any = None
@@ -89,13 +85,11 @@ class WorkerHalf:
         """How often the model's weights have been replaced since the start."""
         self.weights_named = True
         """The weights are those of the folder that vLLM's configuration names."""
-        self.background = Background()
         self._scratch = Scratch()
-        self._leverages = LeverageBook()
         self._report = WorkerReport()
         self._released: set[str] = set()
         self._changed = True
-        """Something was stored, dropped or learned since the latest statistics."""
+        """Something was stored or dropped since the latest statistics."""
         self.audit_log: deque[AuditResult] = deque(maxlen=4096)
         """The latest audits, for whoever asks."""
         self.loaded_tokens = 0
@@ -126,7 +120,8 @@ class WorkerHalf:
             model = self._vllm_config.model_config
             self.rope = Rope.from_hf_config(model.hf_text_config, table_dtype=model.dtype)
             self.cache = PagedCache([caches[name] for name in names], layout)
-            self._scratch, self._leverages = Scratch(self.cache.device), LeverageBook(self.cache.device)
+            self._scratch = Scratch(self.cache.device)
+            self.learner.use(self.cache.device)
         except UnsupportedModelError as error:
             self.disable(str(error))
 
@@ -158,11 +153,7 @@ class WorkerHalf:
         self._report.audits = []
         self._changed = True
         self.store.clear()
-        for name in list(self.policies):
-            with self.relearning(name) as policy:
-                for edge in policy.edges():
-                    policy.forget(edge)
-        self._leverages.clear()
+        self.learner.forget_all()
 
     # ---- before the forward ----------------------------------------------------------------------------------------
 
@@ -261,11 +252,7 @@ class WorkerHalf:
         if not is_finite(self.store.get(span.ref_id).kv):
             self._report.failed[span.ref_id] = "it holds numbers that are not finite"
         elif not span.exact:
-            policy = self._policy(name)
-            before = policy.edges()
-            policy.forget(span.edge)
-            self._leverages.learned(name, span.edge)
-            self._note_forgotten(name, before)
+            self.learner.forget(name, span.edge)
 
     def _estimates(self, name: str, span: LoadSpan) -> Iterator[tuple[slice, KV]]:
         """Corrected KV of a span with keys rotated to where they belong, a few layers at a time."""
@@ -281,8 +268,8 @@ class WorkerHalf:
         if span.exact:
             yield slice(0, part.keys.shape[0]), part
             return
-        policy = self._policy(name)
-        leverage = self._leverages.of(name, policy, span.edge, reference)
+        policy = self.learner.policy(name)
+        leverage = self.learner.leverages.of(name, policy, span.edge, reference)
         first = span.start if policy.rotates else reference.position + span.offset
         positions = torch.arange(first, first + span.end - span.start, device=device)
         for layers, kv in policy.estimates(span.edge, part, span.offset, self._scratch, leverage):
@@ -299,7 +286,7 @@ class WorkerHalf:
 
     def save(self, meta: StepMetadata) -> None:
         """Audit, learn, drop and harvest as ordered; none of it can harm the requests."""
-        self._changed = self._changed or bool(meta.observes or meta.drops or meta.harvests)
+        self._changed = self._changed or bool(meta.drops or meta.harvests)
         outdated = meta.weights != self.weights  # the scheduler half withdraws what it has ordered, once it has heard
         if outdated:
             self._report.weights = self.weights
@@ -309,7 +296,7 @@ class WorkerHalf:
             self._observe(job)
         for ref_id in meta.drops:
             self.store.drop(ref_id)
-            self._leverages.drop(ref_id)
+            self.learner.leverages.drop(ref_id)
         for harvest in () if outdated else meta.harvests:
             try:
                 self._harvest(harvest)
@@ -341,7 +328,7 @@ class WorkerHalf:
                 self.cache,
                 job,
                 estimates,
-                lambda name, mine, true: self._policy(name).select(mine, true),
+                lambda name, mine, true: self.learner.policy(name).select(mine, true),
             )
         except Exception as error:
             self._end_if_others_wait("an audit", error)
@@ -384,8 +371,7 @@ class WorkerHalf:
         self.store.put(reference)
         self._report.stored[job.ref_id] = 1
         if not job.exact:
-            for name in self.policies:
-                self._rate(name, reference)
+            self.learner.rate(reference)
 
     def _kept(self, kv: KV) -> KV:
         """KV where references are kept: on the device, or in host memory from which it is copied fast."""
@@ -394,39 +380,17 @@ class WorkerHalf:
         keys, values = kv.keys.cpu(), kv.values.cpu()
         return KV(keys.pin_memory(), values.pin_memory())
 
-    def _rate(self, name: str, reference: Reference) -> None:
-        """How new the content is to every edge it may travel: computed now, so that the gate only looks it up."""
-        policy = self.policies[name]
-        for edge in policy.edges():
-            if edge.source == reference.source and edge.name == reference.name:
-                self._note_leverage(name, policy, edge, reference)
-
-    def _note_leverage(self, name: str, policy: Policy, edge: Edge, reference: Reference) -> None:
-        leverage = self._leverages.of(name, policy, edge, reference)
-        if leverage is not None:
-            self._report.leverage[(name, edge, reference.ref_id)] = leverage
-
     def _observe(self, job: ObserveJob) -> None:
         if self.bad_blocks.hold(job.blocks):
             return
         try:
             reference = self.store.get(job.ref_id)
-            policy = self._policy(job.policy)
             truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
             truth = self.faults.spoil(Seam.OBSERVE, truth)
             if not is_finite(truth):
                 raise EngineError("the engine's own KV holds numbers that are not finite")
             part = slice(job.offset, job.offset + job.tokens)
-            keys, values = (half[:, :, part].to(truth.keys.device) for half in reference.kv)
-            before = policy.edges()
-            policy.observe(job.edge, KV(keys, values), truth)
-            self._report.examples[(job.policy, job.edge)] = policy.ready(job.edge).examples
-            self._note_forgotten(job.policy, before)
-            self._leverages.learned(job.policy, job.edge)
-            if policy.gates:  # what has just become an anchor is predictable from now on
-                self._note_leverage(job.policy, policy, job.edge, reference)
-            self._keep_to_budget()
-            self.background.submit((job.policy, job.edge), partial(self._prepare, job.policy, policy, job.edge))
+            self.learner.learn(job.policy, job.edge, reference, part, truth)
         except KeyError as error:  # a reference that failed to be stored on this rank
             logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else
@@ -435,46 +399,6 @@ class WorkerHalf:
 
     def _note_fault(self, what: str) -> None:
         self._report.faults[what] = self._report.faults.get(what, 0) + 1
-
-    def _keep_to_budget(self) -> None:
-        """All policies together keep to ``state_bytes``; the largest forgets what it has not used for longest."""
-        while sum(policy.state_bytes() for policy in self.policies.values()) > self.config.state_bytes:
-            name, policy = max(self.policies.items(), key=lambda item: item[1].state_bytes())
-            before = policy.edges()
-            if len(before) <= 1:
-                return
-            policy.forget(before[0])
-            self._note_forgotten(name, before)
-
-    def _note_forgotten(self, name: str, before: Iterable[Edge]) -> None:
-        """Report edges that a policy does not know any more (its budget is bounded) as having no examples."""
-        for edge in set(before).difference(self.policies[name].edges()):
-            self._report.examples[(name, edge)] = 0
-
-    @contextmanager
-    def relearning(self, name: str) -> Iterator[Policy]:
-        """A policy whose state is replaced inside the block; what it knows afterwards is reported in the next step."""
-        policy = self._policy(name)
-        before = policy.edges()
-        yield policy
-        self._changed = True
-        self._leverages.clear()
-        self._note_forgotten(name, before)
-        for edge in policy.edges():
-            self._report.examples[(name, edge)] = policy.ready(edge).examples
-            self.background.submit((name, edge), partial(self._prepare, name, policy, edge))
-        for reference in map(self.store.get, self.store):
-            if not reference.rotated:
-                self._rate(name, reference)
-
-    def _prepare(self, name: str, policy: Policy, edge: Edge) -> None:
-        """Compute what the next load over an edge needs, in the background."""
-        policy.prepare(edge)
-        for reference in self.store.snapshot():
-            if reference.source == edge.source and reference.name == edge.name:
-                self._leverages.of(name, policy, edge, reference)
-                if reference.ref_id not in self.store:  # dropped in the meantime: nobody would drop this again
-                    self._leverages.drop(reference.ref_id)
 
     def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
         assert self.cache is not None and self.rope is not None
@@ -496,6 +420,7 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call, or ``None``."""
         report, self._report = self._report, WorkerReport()
+        self.learner.tell(report)
         if report == WorkerReport() or self.faults.strike(Seam.REPORT):
             return None
         if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
@@ -505,22 +430,13 @@ class WorkerHalf:
 
     def take_stats(self) -> ReuseStats | None:
         """Bytes held on this worker, or ``None`` if nothing was stored, dropped or learned since the last call."""
-        if not self._changed:
+        if not (self._changed or self.learner.changed):
             return None
-        self._changed = False
+        self._changed = self.learner.changed = False
         stats, rank = ReuseStats(), str(self._vllm_config.parallel_config.rank)
         stats.gauge(STORE_BYTES, self.store.nbytes, rank)
-        stats.gauge(STATE_BYTES, sum(policy.state_bytes() for policy in self.policies.values()), rank)
+        stats.gauge(STATE_BYTES, self.learner.nbytes, rank)
         return stats
-
-    def _policy(self, name: str) -> Policy:
-        if name not in self.policies:
-            options = dict(self.config.policy_options) if name == self.config.policy else {}
-            traits = policy_traits(name)
-            if traits is not None and traits.learns:
-                options.setdefault("max_bytes", self.config.state_bytes)
-            self.policies[name] = create_policy(name, **options)
-        return self.policies[name]
 
 
 def _gaps(job: LoadJob, spans: tuple[tuple[int, int], ...]) -> list[Gap]:

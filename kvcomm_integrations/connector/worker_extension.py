@@ -29,8 +29,8 @@ class KVCommWorkerExtension:
         return {
             "references": len(half.store),
             "store_bytes": half.store.nbytes,
-            "policies": {name: policy.state_bytes() for name, policy in half.policies.items()},
-            "edges": {name: len(policy.edges()) for name, policy in half.policies.items()},
+            "policies": {name: policy.state_bytes() for name, policy in half.learner.policies.items()},
+            "edges": {name: len(policy.edges()) for name, policy in half.learner.policies.items()},
             "loaded_tokens": half.loaded_tokens,
             "repaired_tokens": half.repaired_tokens,
             "layout": half.cache.layout.value if half.cache else "",

@@ -80,11 +80,11 @@ def test_a_worker_forgets_what_it_held_and_learned(half: WorkerHalf) -> None:
     runner = Runner()
     half.attach(runner)
     runner.reload_weights()
-    assert (len(half.store), half.store.nbytes, half.policies["ridge"].edges()) == (0, 0, ())
+    assert (len(half.store), half.store.nbytes, half.learner.policies["ridge"].edges()) == (0, 0, ())
     report = half.take_report()
     assert report is not None
     assert (report.weights, report.examples) == (half.weights, {("ridge", EDGE): 0})
-    assert half.background.wait(10) and not half._leverages._known
+    assert half.learner.background.wait(10) and not half.learner.leverages._known
 
 
 def test_orders_given_before_the_scheduler_half_knew_are_not_obeyed(half: WorkerHalf) -> None:

@@ -50,7 +50,7 @@ def test_an_example_pairs_the_truth_with_the_right_part_of_the_reference() -> No
     _harvest(half, 1, (0, 1, 2), 0, 40)
     truth = _fill(half, (3, 4), 25, seed=2)
     seen: list[tuple[KV, KV]] = []
-    policy = half._policy("ridge")
+    policy = half.learner.policy("ridge")
     policy.observe = lambda edge, reference, true: seen.append((reference, true))  # type: ignore[method-assign]
     half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, 1, 10, (3, 4), 5, 20)]))
     [(reference, true)] = seen
@@ -97,7 +97,7 @@ def _lessons(half: WorkerHalf, *edges: Edge) -> None:
 
 def test_an_edge_that_its_budget_evicts_has_no_examples_any_more() -> None:
     half = _worker()
-    half.config = half.config.model_copy(update={"state_bytes": 1})
+    half.learner.config = half.config.model_copy(update={"state_bytes": 1})
     _fill(half, (0, 1, 2), 40, seed=1)
     _harvest(half, 1, (0, 1, 2), 0, 40)
     _lessons(half, EDGE, EDGE._replace(target="c"))
@@ -127,15 +127,15 @@ def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> Non
     _harvest(half, 1, (0, 1, 2), 0, 40)
     _lessons(half, EDGE)
     half.take_report()
-    with half.relearning("ridge") as policy:
+    with half.learner.relearning("ridge") as policy:
         policy.forget(EDGE)
         policy.observe(EDGE._replace(target="c"), half.store.get(1).kv, half.store.get(1).kv)
     report = half.take_report()
     assert report is not None
     assert report.examples == {("ridge", EDGE): 0, ("ridge", EDGE._replace(target="c")): 1}
     assert list(report.leverage) == [("ridge", EDGE._replace(target="c"), 1)]
-    assert half.background.wait(10)
-    with half.relearning("ridge") as policy:
+    assert half.learner.background.wait(10)
+    with half.learner.relearning("ridge") as policy:
         policy.forget(EDGE._replace(target="c"))
 
 
@@ -176,8 +176,8 @@ def test_state_of_a_policy_with_options_is_kept_and_taken_back(tmp_path: Path, m
     assert calls.call("clear", None) == {"edges": 1}
     assert calls.call("load", path, None) == {"edges": 1, "examples": 1}
     assert calls.call("apply", True) == {"edges": 1, "examples": 1}
-    assert half.policies["ridge:rank=4"].edges() == (EDGE,)
-    assert list(half.policies) == ["ridge:rank=4"]
+    assert half.learner.policies["ridge:rank=4"].edges() == (EDGE,)
+    assert list(half.learner.policies) == ["ridge:rank=4"]
     half.config = half.config.model_copy(update={"policy": "ridge"})
     assert "error" not in calls.call("load", path, None)
     half.config = half.config.model_copy(update={"state_bytes": 100})
@@ -196,14 +196,14 @@ def test_a_load_writes_the_plain_estimate(layout: Layout, dtype: torch.dtype) ->
         _harvest(half, ref_id, (0, 1, 2), 0, 44)
         _fill(half, (3, 4, 5), 44, seed + 10)
         half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, ref_id, 0, (3, 4, 5), 2, 40)]))
-    assert half.background.wait(10)
+    assert half.learner.background.wait(10)
     span = LoadSpan(2, offset=3, start=9, end=47, edge=EDGE)
     half.load(StepMetadata(loads=[LoadJob("r", (6, 7, 9), "ridge", (span,), (), (0,) * 38, 9, 47)]))
     got = half.cache.read((6, 7, 9), 9, 47)
     reference = half.store.get(2)
     assert torch.allclose(reference.keys.float(), source.keys, atol=1e-5 if dtype is torch.float32 else 0.1)
     part = KV(reference.keys[:, :, 3:41], reference.values[:, :, 3:41])
-    plain = half.policies["ridge"].correct(EDGE, part, 3)
+    plain = half.learner.policies["ridge"].correct(EDGE, part, 3)
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
     expected = half.rope.rotate(plain.keys.float(), torch.arange(9, 47))
     assert torch.allclose(got.keys.float(), expected, atol=tolerance)

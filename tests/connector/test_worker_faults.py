@@ -208,7 +208,7 @@ def test_a_spoiled_correction_is_forgotten(half: WorkerHalf, rescued: list[Any])
     half.load(StepMetadata(loads=[JOB]))
     report = report_of(half)
     assert report.examples == {("ridge", EDGE): 0} and report.failed == {}
-    assert half.policies["ridge"].edges() == ()
+    assert half.learner.policies["ridge"].edges() == ()
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
@@ -217,7 +217,7 @@ def test_nothing_is_learned_from_what_is_not_a_number(half: WorkerHalf, kind: st
     learn(half)
     report = report_of(half)
     assert report.faults == {"learn": 1} and report.examples == {}
-    assert half._policy("ridge").edges() == ()
+    assert half.learner.policy("ridge").edges() == ()
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
@@ -264,25 +264,25 @@ def test_all_policies_together_keep_to_the_budget() -> None:
         for policy in policies
     ]
     half.save(StepMetadata(observes=lessons[:3]))
-    budget = 3 * sum(half.policies[policy].state_bytes() for policy in policies)
-    half.config = half.config.model_copy(update={"state_bytes": budget})
+    budget = 3 * sum(half.learner.policies[policy].state_bytes() for policy in policies)
+    half.learner.config = half.config.model_copy(update={"state_bytes": budget})
     half.save(StepMetadata(observes=lessons[3:]))
-    assert sum(half.policies[policy].state_bytes() for policy in policies) <= budget
+    assert sum(half.learner.policies[policy].state_bytes() for policy in policies) <= budget
     examples = report_of(half).examples
     for policy in policies:
-        known = set(half.policies[policy].edges())
+        known = set(half.learner.policies[policy].edges())
         assert {edge for (name, edge), count in examples.items() if name == policy and count} == known
         assert known
 
 
 def test_nothing_is_kept_of_a_reference_dropped_while_the_background_works(half: WorkerHalf) -> None:
     learn(half)
-    assert half.background.wait(10)
+    assert half.learner.background.wait(10)
     snapshot = half.store.snapshot()
     half.save(StepMetadata(drops=[7]))
     half.store.snapshot = lambda: snapshot  # type: ignore[method-assign]
-    half._prepare("ridge", half.policies["ridge"], EDGE)
-    assert half._leverages._known == {}
+    half.learner.prepare("ridge", half.learner.policies["ridge"], EDGE)
+    assert half.learner.leverages._known == {}
 
 
 def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: WorkerHalf) -> None:
