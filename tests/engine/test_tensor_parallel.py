@@ -131,12 +131,12 @@ def test_a_fault_of_one_rank_in_an_audit_is_answered_by_all(parallel: Client) ->
 
 def test_a_fault_of_one_rank_inside_the_model_stops_the_engine_at_once(parallel: Client) -> None:
     """The other rank waits for it there, as in any forward of vLLM's own. The next call starts the engine anew."""
-    question = parallel.encode(" ".join(QUESTIONS) + " Now with a fault in the forward.")
+    question = parallel.encode("Now with a fault in the forward. " + " ".join(QUESTIONS))
     parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session="forward")
     prompt = parallel.prompt(system("solver"), ("user_question", question), END)
     parallel.engine.call_workers("kvcomm_inject_fault", "forward", "raise", 1, 1)
     started = time.monotonic()
     with pytest.raises(EngineError, match="died"):
-        parallel.ask(prompt, agent="s", session="forward")
+        parallel.ask(prompt, agent="new", session="forward")
     assert time.monotonic() - started < 60
-    assert parallel.ask(prompt, agent="s", session="forward").report.loaded == 0
+    assert parallel.ask(prompt, agent="new", session="forward").report.loaded == 0
