@@ -102,6 +102,8 @@ def test_loading_into_the_same_context_changes_nothing(parallel: Client) -> None
 @pytest.mark.parametrize("seam", ["correct", "reference", "repair"])
 def test_a_fault_of_one_rank_is_answered_by_all(parallel: Client, seam: str) -> None:
     """Ranks agree before each batch; else one would wait for a batch of the other that is another or never comes."""
+    if seam == "repair" and isinstance(parallel.engine, ServedEngine):
+        pytest.skip("a client of a server gets an error for want of a repair pass")
     question = parallel.encode(" ".join(QUESTIONS) + f" Now with a fault in {seam}.")
     parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session=seam)
     prompt = parallel.prompt(system("solver"), ("user_question", question), END)
@@ -131,6 +133,8 @@ def test_a_fault_of_one_rank_in_an_audit_is_answered_by_all(parallel: Client) ->
 
 def test_a_fault_of_one_rank_inside_the_model_stops_the_engine_at_once(parallel: Client) -> None:
     """The other rank waits for it there, as in any forward of vLLM's own. The next call starts the engine anew."""
+    if isinstance(parallel.engine, ServedEngine):
+        pytest.skip("a server that has ended is not started again by its client")
     question = parallel.encode("Now with a fault in the forward. " + " ".join(QUESTIONS))
     parallel.ask(parallel.prompt(system("planner"), ("user_question", question), END), agent="p", session="forward")
     prompt = parallel.prompt(system("solver"), ("user_question", question), END)
