@@ -88,7 +88,10 @@ def _add_ttft(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument(
         "--from-agent", type=at_least_one, default=1, metavar="N", help="first agent measured (%(default)s)"
     )
-    parser.add_argument("--no-audits", action="store_true", help="learn only, so that no edge is proven by audits")
+    parser.add_argument(
+        "--small-divergence", type=float, default=0.0, metavar="NATS",
+        help="let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
 

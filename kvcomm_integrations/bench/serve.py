@@ -138,9 +138,6 @@ class ServeBench:
         params = prompt.params(
             agent=agent, session=f"{mode}-{number}", response_name=f"agent:{agent}:response", mode=mode
         )
-        if mode is Mode.OBSERVE:  # learning is audited, as a share of an application's requests is
-            audited = (self.engine.config.reuse.policy,)
-            params = params.model_copy(update={"audit": audited, "audit_tokens": 0})
         count = self.team.sizes.output
         sampling = SamplingOptions(max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True)
         return GenerationRequest(prompt, params, sampling, cache_salt=mode.value)

@@ -186,7 +186,13 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"--from-agent {args.from_agent} is beyond the {args.agents} agents")
     sizes = [Sizes(*lengths) for lengths in product(args.prefix, args.input, args.output)]
     longest = max(size.prefix + size.input + args.agents * (size.output + 32) for size in sizes)
-    reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, variants=_variants(policies))
+    reuse = ReuseConfig(
+        audit_rate=0,
+        learn_rate=0,
+        store_bytes=STORE_BYTES,
+        variants=_variants(policies),
+        small_divergence=args.small_divergence,
+    )
     if args.repair_depth is not None:
         reuse = reuse.model_copy(update={"repair_depth": args.repair_depth})
     config = EngineConfig(
@@ -200,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
             task = progress.add_task("starting vLLM", total=None)
             for number, size in enumerate(sizes):
                 team = PaperTeam(engine.tokenizer, args.agents, size, args.seed + number)
-                bench = TtftBench(engine, team, policies, audits=not args.no_audits, first=args.from_agent - 1)
+                bench = TtftBench(engine, team, policies, audits=args.small_divergence > 0, first=args.from_agent - 1)
                 samples = {way: [Samples() for _ in bench.measured] for way in bench.ways}
                 try:
                     for step in _steps(bench, samples, args):

@@ -79,16 +79,17 @@ def test_one_bad_audit_decides_nothing_and_many_do():
 def test_small_audits_prove_an_edge_until_audits_of_its_shallow_repair_say_otherwise():
     health = EdgeHealth()
     ready = Readiness(9, True, 0.5)
+    config = ReuseConfig(small_divergence=0.05)
     for _ in range(PROOF):
-        assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == 32
+        assert decide(ready, config, tokens=1000, health=health).repair_depth == 32
         health.audited(0.004)
-    assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == CONFIG.mature_depth
-    assert decide(Readiness(9, True, 1.5), CONFIG, tokens=1000, health=health).repair_depth == 32, "new content"
-    assert decide(Readiness(1, True, 0.5), CONFIG, tokens=1000, health=health).repair_depth > CONFIG.mature_depth
+    assert decide(ready, config, tokens=1000, health=health).repair_depth == config.mature_depth
+    assert decide(Readiness(9, True, 1.5), config, tokens=1000, health=health).repair_depth == 32, "new content"
+    assert decide(Readiness(1, True, 0.5), config, tokens=1000, health=health).repair_depth > config.mature_depth
     assert health.verdict is Health.PROVEN and "audits" in health.reason
     for _ in range(PROOF):
         health.audited(0.3)
-    assert decide(ready, CONFIG, tokens=1000, health=health).repair_depth == 32
+    assert decide(ready, config, tokens=1000, health=health).repair_depth == 32
     for _ in range(PROOF):
         health.audited(0.004)
     assert health.judge(0.5, 9, 0.05) is Health.OPEN, "what was wrong once needs fresh examples"
@@ -96,7 +97,7 @@ def test_small_audits_prove_an_edge_until_audits_of_its_shallow_repair_say_other
 
 
 def test_proof_can_be_switched_off_and_never_goes_beyond_the_limit():
-    for config in (ReuseConfig(small_divergence=0), ReuseConfig(max_divergence=0.001)):
+    for config in (ReuseConfig(), ReuseConfig(small_divergence=0.05, max_divergence=0.001)):
         health = EdgeHealth()
         for _ in range(20):
             health.audited(0.002)
