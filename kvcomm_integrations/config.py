@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
@@ -51,10 +52,24 @@ class Gate(StrEnum):
     ENTROPY = "entropy"
 
 
-class ReuseConfig(BaseModel):
-    """How KV is reused. Travels to the engine as ``kv_connector_extra_config``."""
+class Settings(BaseModel):
+    """Settings that cannot be changed later; a name that does not exist is refused with the nearest that does."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                near = get_close_matches(str(name), cls.model_fields, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.model_fields)}"
+                raise ValueError(f"{cls.__name__} has no setting {name!r}; {hint}")
+        return given
+
+
+class ReuseConfig(Settings):
+    """How KV is reused. Travels to the engine as ``kv_connector_extra_config``."""
 
     enabled: bool = True
     """Off: the connector harvests, loads and learns nothing; the engine equals plain vLLM."""
@@ -132,10 +147,8 @@ def api_key_from_environment() -> SecretStr | None:
     return SecretStr(key) if key else None
 
 
-class HttpConfig(BaseModel):
+class HttpConfig(Settings):
     """How a server is reached. Only used with ``EngineConfig.base_url``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     connect_timeout: float = Field(default=5.0, gt=0)
     """Longest wait for a connection, seconds."""
@@ -153,10 +166,8 @@ class HttpConfig(BaseModel):
     """PEM file with the certificate authority to trust in place of the system's."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Settings):
     """What identifies an engine. Two chat models with equal configurations share one engine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     """Folder with weights and tokenizer, or a hub id."""

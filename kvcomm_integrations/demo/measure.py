@@ -101,16 +101,22 @@ def compare(
         "reuse": team(ChatKVComm(mode=Mode.AUTO, tenant="reuse", **shared), names),
     }
     calls = {name: AgentCalls(name) for name in names}
-    with _progress() as progress:
+    console = Console(stderr=True)
+    with _progress(console) as progress:
         task = progress.add_task("starting vLLM", total=agents * (len(warm_up) + 2 * len(questions)))
+
+        def done(label: str) -> None:
+            progress.update(task, advance=1, description=label)
+            if not console.is_terminal:  # a bar would show only at the end
+                console.print(label)
+
         for number, question in enumerate(warm_up, 1):
             for name, _ in _run(teacher, question):
-                progress.update(task, advance=1, description=f"warm-up {number} of {len(warm_up)}: {name}")
+                done(f"warm-up {number} of {len(warm_up)}: {name}")
         for number, question in enumerate(questions, 1):
             for way, graph in ways.items():
                 for name, call in _run(graph, question):
-                    label = f"question {number} of {len(questions)}, {way}: {name} {call.ttft_ms:.0f} ms"
-                    progress.update(task, advance=1, description=label)
+                    done(f"question {number} of {len(questions)}, {way}: {name} {call.ttft_ms:.0f} ms")
                     getattr(calls[name], way).append(call)
     config = {
         "model": model,
@@ -133,12 +139,12 @@ def _run(graph: Any, question: str) -> Iterator[tuple[str, Call]]:
             yield name, Call(message.text, ours["ttft_ms"], RequestReport.model_validate(ours["report"]))
 
 
-def _progress() -> Progress:
+def _progress(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
     )

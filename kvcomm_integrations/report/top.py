@@ -57,7 +57,8 @@ def fetch(url: str, timeout: float = 5.0) -> Snapshot:
         )
     except (httpx.HTTPError, httpx.InvalidURL) as err:
         raise EngineError(
-            f"{address} does not answer ({err}); start the page with model.live(), and give its address"
+            f"{address} does not answer ({err}); start the page with model.live() or kvcomm serve --live, and give its "
+            "address"
         ) from err
     except (ValueError, KeyError, TypeError, ValidationError) as err:
         raise EngineError(f"{address} is not a live page of ours: {type(err).__name__}") from err
@@ -67,7 +68,7 @@ def view(now: Snapshot) -> Group:
     """The terminal view of a snapshot."""
     sums = totals(now.records)
     heading = Text.assemble(
-        (visible(now.model.rstrip("/").rpartition("/")[2] or "no model"), "bold"),
+        (visible(now.model.rstrip("/").rpartition("/")[2] or "any model"), "bold"),
         f"  {len(now.running)} running, {len(now.records)} finished, {sums.skipped} of {sums.prompt} prompt tokens not "
         f"computed ({share(sums.skipped, sums.prompt)})",
     )
