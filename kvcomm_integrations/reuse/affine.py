@@ -36,10 +36,14 @@ class AffineMap:
     up_values: torch.Tensor
 
     @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All five, in this order."""
+        return self.down_keys, self.down_values, self.down_position, self.up_keys, self.up_values
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all five."""
-        down = self.down_keys.nbytes + self.down_values.nbytes + self.down_position.nbytes
-        return down + self.up_keys.nbytes + self.up_values.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def estimates(
         self, reference: KV, position: torch.Tensor, trust: float, scratch: Scratch
@@ -75,6 +79,25 @@ class AffineMap:
             torch.baddbmm(keys, self.up_keys[heads], hidden, out=out.keys.view(batch, dim, tokens))
             torch.baddbmm(values, hidden.mT, self.up_values[heads], out=out.values.view(batch, tokens, dim))
             yield layers, KV(out.keys.transpose(2, 3), out.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """A map, and what it is given of the tokens of one content beside their KV.
+
+    Args:
+        map: the map.
+        position: features of the tokens' positions and a row of ones, ``(features + 1, tokens)``.
+        trust: factor on all but the mean correction.
+    """
+
+    map: AffineMap
+    position: torch.Tensor
+    trust: float
+
+    def estimates(self, reference: KV, scratch: Scratch) -> Iterator[tuple[slice, KV]]:
+        """See `AffineMap.estimates`."""
+        return self.map.estimates(reference, self.position, self.trust, scratch)
 
 
 def _floats(name: str, part: torch.Tensor, scratch: Scratch) -> torch.Tensor:

@@ -6,16 +6,14 @@ All is batched over layers and heads; there is no loop over either, nor over tok
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from kvcomm_integrations.reuse.affine import AffineMap
+from kvcomm_integrations.reuse.affine import AffineMap, Correction
 from kvcomm_integrations.reuse.compression import leading_basis
 from kvcomm_integrations.reuse.moments import Moments
 from kvcomm_integrations.reuse.policies.base import KV
-from kvcomm_integrations.reuse.scratch import Scratch
 
 DECAYS = (2.0, 8.0, 32.0, 128.0)
 """Position features: ``exp(-t / decay)`` of the distance ``t`` from the segment's start, decays in tokens. The context
@@ -118,19 +116,12 @@ class EdgeRegression:
             self._map = self._whitening = None
 
     def prepare(self, penalty: float) -> None:
-        """Solve now what `estimates` and `leverage` will need; may run in another thread than they do."""
+        """Solve now what `correction` and `leverage` will need; may run in another thread than they do."""
         self._solved(penalty)
         self._white()
 
-    def estimates(
-        self,
-        reference: KV,
-        start: int,
-        penalty: float,
-        scratch: Scratch,
-        leverage: float | None = None,
-    ) -> Iterator[tuple[slice, KV]]:
-        """The estimate for a content, a few layers at a time (see `AffineMap.estimates`).
+    def correction(self, reference: KV, start: int, penalty: float, leverage: float | None = None) -> Correction:
+        """What makes the estimate of a content.
 
         The map is solved on first use after learning and kept; its part of the estimate shrinks as
         ``FAMILIAR / leverage`` where the content is new, the mean correction stays.
@@ -139,7 +130,6 @@ class EdgeRegression:
             reference: ``(layers, kv_heads, tokens, head_dim)``.
             start: position of its first token within the segment.
             penalty: of the map.
-            scratch: where estimates are made.
             leverage: of the content, if it is known already.
         """
         self._check(reference)
@@ -147,7 +137,7 @@ class EdgeRegression:
         leverage = float(self.leverage(reference)) if leverage is None else leverage
         position = _position_features(reference.keys.shape[2], start, reference.keys).T
         position = torch.cat((position, torch.ones_like(position[:1])))
-        yield from solved.estimates(reference, position, min(1.0, FAMILIAR / max(leverage, 1e-9)), scratch)
+        return Correction(solved, position, min(1.0, FAMILIAR / max(leverage, 1e-9)))
 
     def leverage(self, reference: KV) -> torch.Tensor:
         """Mean ridge leverage of the content's tokens, divided by the number of channels; a scalar tensor."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from kvcomm_integrations.reuse.affine import Correction
     from kvcomm_integrations.reuse.scratch import Scratch
 
 
@@ -106,6 +107,17 @@ class Policy(ABC):
             the caller until the next is asked for.
         """
         yield from scratch.copies(self.correct(edge, reference, start))
+
+    def correction(self, edge: Edge, reference: KV, start: int = 0, leverage: float | None = None) -> Correction | None:
+        """The correction as an affine map of each token, if it is one; a GPU applies it while it copies.
+
+        Args:
+            edge, reference, start, leverage: as for `estimates`.
+
+        Returns:
+            ``None``: ask `estimates`.
+        """
+        return None
 
     def prepare(self, edge: Edge) -> None:  # noqa: B027 - a hook that few policies need
         """Compute ahead what `correct` and `ready` will need; may be called from another thread than they are."""

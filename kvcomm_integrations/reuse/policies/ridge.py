@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from kvcomm_integrations.reuse.affine import Correction
 from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
 from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
 from kvcomm_integrations.reuse.regression import EdgeRegression
@@ -96,10 +97,14 @@ class Ridge(Policy):
     def estimates(
         self, edge: Edge, reference: KV, start: int, scratch: Scratch, leverage: float | None = None
     ) -> Iterator[tuple[slice, KV]]:
+        correction = self.correction(edge, reference, start, leverage)
+        return scratch.copies(reference) if correction is None else correction.estimates(reference, scratch)
+
+    def correction(self, edge: Edge, reference: KV, start: int = 0, leverage: float | None = None) -> Correction | None:
         state = self._states.get(edge)
         if state is None or reference.keys.shape[2] == 0:
-            return scratch.copies(reference)
-        return state.estimates(reference, start, self._penalty(state), scratch, leverage)
+            return None
+        return state.correction(reference, start, self._penalty(state), leverage)
 
     def prepare(self, edge: Edge) -> None:
         """Solve the edge's map if it has learned since it was solved last."""

@@ -1,0 +1,147 @@
+"""Loading in one kernel: gather a reference, correct, rotate, and scatter into the paged cache of an accelerator.
+
+In plain torch the same takes a dozen operations for every few layers and writes the estimate to memory in between. The
+kernel is written in Triton, which comes with torch on a GPU and is not needed elsewhere. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.reuse.affine import Correction
+from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.rope import Rope
+
+TOKENS = 16
+"""Tokens of one program."""
+MAX_RANK = 32
+MAX_DIM = 128
+"""Up to these a program keeps all it works on in registers (compiled for NVIDIA's sm_80 and sm_90)."""
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernel can be used on a device: a GPU, and Triton installed.
+
+    Triton's interpreter (``TRITON_INTERPRET=1``) runs it on a CPU, slowly, for tests.
+    """
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+class FusedCache:
+    """Paged caches of all layers, to be filled by the kernel.
+
+    All layers are written by one launch, which finds them in a table of addresses: for short contents a launch costs
+    as much as the work itself.
+
+    Args:
+        layers: one ``(blocks, kv_heads, block, 2 * head_dim)`` tensor per layer, all of the same strides, keys before
+            values in each row. They must stay where they are.
+        rope: the model's rotation.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], rope: Rope) -> None:
+        self._layers = list(layers)  # keeps alive what the table points to
+        self._rope = rope
+        first = self._layers[0]
+        if any(
+            (layer.shape, layer.stride(), layer.dtype) != (first.shape, first.stride(), first.dtype) for layer in layers
+        ):
+            raise ValueError("the caches of the layers differ in shape, order or type")
+        self.device = first.device
+        self.dtype = first.dtype
+        _, self._kv_heads, self._block, width = first.shape
+        self._dim = width // 2
+        self._table = torch.tensor([layer.data_ptr() for layer in self._layers], dtype=torch.int64).to(self.device)
+
+    def takes(self, reference: KV, correction: Correction) -> bool:
+        """Whether the kernel can write this estimate: of the cache's type and shape, its map on the cache's device."""
+        layers, kv_heads, _, dim = reference.keys.shape
+        parts = correction.map.parts
+        heads, inner, _ = correction.map.down_keys.shape
+        return (
+            (layers, kv_heads, dim) == (len(self._layers), self._kv_heads, self._dim)
+            and heads == (layers - 1) * kv_heads
+            and dim <= MAX_DIM
+            and 1 < inner <= MAX_RANK + 1
+            and all(part.dtype == self.dtype and part.device == self.device for part in reference)
+            and all(part.dtype == torch.float32 and part.device == self.device for part in parts)
+            and all(part.is_contiguous() for part in parts)
+        )
+
+    def write(
+        self, reference: KV, correction: Correction, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Write a content's estimate with rotated keys; nothing is waited for.
+
+        Args:
+            reference: keys before rotation and values, ``(layers, kv_heads, tokens, head_dim)``.
+            correction: for these tokens; `takes` must have said yes.
+            positions: ``(tokens,)``, where the keys are rotated to.
+            slots: ``(tokens,)`` int64 on the cache's device, block number times block size plus offset.
+
+        Returns:
+            how many of the numbers written are not finite in the cache's type, ``(1,)`` int32.
+
+        Raises:
+            UnsupportedModelError: a position that cannot be rotated to.
+        """
+        layers, kv_heads, tokens, dim = reference.keys.shape
+        strange = torch.zeros(1, dtype=torch.int32, device=self.device)
+        if tokens == 0:
+            return strange
+        cosines, sines = self._rope.cos_sin(positions)
+        pairs, affine = self._rope.rotary_dim // 2, correction.map
+        rank, features = affine.down_keys.shape[1] - 1, affine.down_position.shape[2]
+        rest = dim - 2 * pairs
+        _kernel()[(-(-tokens // TOKENS), kv_heads, layers)](
+            reference.keys,
+            *reference.keys.stride(),
+            reference.values,
+            *reference.values.stride(),
+            *affine.parts,
+            correction.position.contiguous(),
+            cosines,
+            sines,
+            slots,
+            self._table,
+            *self._layers[0].stride(),
+            strange,
+            float(correction.trust),
+            kv_heads,
+            tokens,
+            block=self._block,
+            dim=dim,
+            rank=rank,
+            features=features,
+            pairs=pairs,
+            pair_step=2 if self._rope.interleaved else 1,
+            pair_distance=1 if self._rope.interleaved else pairs,
+            tokens_tile=TOKENS,
+            rank_tile=_tile(rank),
+            pairs_tile=_tile(pairs),
+            rest_tile=_tile(rest) if rest else 0,
+            dim_tile=_tile(dim),
+            precision="ieee" if torch.version.hip else "tf32x3",
+        )
+        return strange
+
+
+@cache
+def _kernel() -> Any:
+    """The kernel, compiled for each kind of model on first use (Triton keeps what it compiled on disk)."""
+    from kvcomm_integrations.reuse.fused_kernel import place_corrected
+
+    return place_corrected
+
+
+def _tile(size: int) -> int:
+    """The next power of two, and no less than the side of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
