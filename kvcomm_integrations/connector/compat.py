@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAtte
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvcomm_integrations.reuse.transfers import to_device
+
 __all__ = [
     "BlockHasher",
     "CommonAttentionMetadata",
@@ -205,18 +207,18 @@ def virtual_batch(
         table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
     starts = torch.tensor(list(query_starts), dtype=torch.int32)
     lens = torch.tensor(list(seq_lens), dtype=torch.int32)
-    ids, places = token_ids.to(device), positions.to(device)
+    ids, places = to_device(token_ids, device), to_device(positions, device)
     group = runner.attn_groups[0][0]
     common = CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
+        query_start_loc=to_device(starts, device),
         query_start_loc_cpu=starts,
-        seq_lens=lens.to(device),
+        seq_lens=to_device(lens, device),
         num_reqs=rows,
         num_actual_tokens=tokens,
         max_query_len=int((starts[1:] - starts[:-1]).max()),
         max_seq_len=int(lens.max()),
-        block_table_tensor=table.to(device),
-        slot_mapping=slots.to(device),
+        block_table_tensor=to_device(table, device),
+        slot_mapping=to_device(slots, device),
         causal=True,
         positions=places,
         seq_lens_cpu_upper_bound=lens,

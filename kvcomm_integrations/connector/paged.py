@@ -6,6 +6,9 @@ A layer's cache is ``(blocks, kv_heads, block, 2 * head_dim)``. Two interpretati
 * ``CPU``: the block's memory is keys ``(head_dim, block)`` (transposed) followed by values ``(block, head_dim)``.
 
 Which one holds is found out by writing known numbers through vLLM's own operation and reading them back.
+
+On a CPU copies go block by block, each as it lies. A GPU's blocks are small and each operation has a price
+there: all tokens of a layer are moved at once, by index.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from kvcomm_integrations.errors import UnsupportedModelError
 from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.transfers import to_device
 
 EngineWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``(layer index, keys (tokens, kv_heads, head_dim), values, slots (tokens,))``: vLLM's own cache write."""
@@ -77,6 +81,13 @@ class PagedCache:
             keys = values.new_empty(shape[0], shape[1], shape[3], shape[2]).transpose(2, 3)
         else:
             keys = torch.empty_like(values)
+        if self.layout is Layout.GPU:
+            block, inner = self._at(blocks, start, end)
+            for layer, target in zip(picked, zip(keys, values, strict=True), strict=True):
+                rows = self.layers[layer][block, :, inner].transpose(0, 1)
+                for half, source in zip(target, rows.split(self.head_dim, dim=-1), strict=True):
+                    half.copy_(source)
+            return KV(keys, values)
         for piece in _pieces(blocks, start, end, self.block_size):
             for span, cached in ((keys, self._keys), (values, self._values)):
                 for target, source in zip(
@@ -100,6 +111,12 @@ class PagedCache:
             first_layer: the layer that ``kv`` begins with.
         """
         layers = slice(first_layer, first_layer + kv.keys.shape[0])
+        if self.layout is Layout.GPU:
+            block, inner = self._at(blocks, start, start + kv.keys.shape[2])
+            for span, cached in ((kv.keys, self._keys), (kv.values, self._values)):
+                for target, source in zip(cached[layers], span, strict=True):
+                    target[block, :, inner] = source.transpose(0, 1).to(self.device, self.dtype)
+            return
         for piece in _pieces(blocks, start, start + kv.keys.shape[2], self.block_size):
             for span, cached in ((kv.keys, self._keys), (kv.values, self._values)):
                 for target, source in zip(piece.within(cached[layers]), piece.of(span), strict=True):
@@ -109,6 +126,11 @@ class PagedCache:
         """Slot numbers ``(tokens,)`` int64 of ``positions`` in the sequence whose block table is ``blocks``."""
         table = torch.tensor(list(blocks), dtype=torch.int64)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _at(self, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block number and place in the block of tokens ``[start, end)``, on the cache's device."""
+        slots = to_device(self.slots(blocks, torch.arange(start, end)), self.device)
+        return slots // self.block_size, slots % self.block_size
 
 
 def probe_layout(layers: Sequence[torch.Tensor], engine_write: EngineWrite) -> Layout:

@@ -42,8 +42,14 @@ def is_finite(kv: KV) -> bool:
     """Whether keys and values are numbers throughout. One sum tells: it is cheaper than a look at each."""
     import torch
 
-    total = kv.keys.sum(dtype=torch.float32) + kv.values.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total))
+    return bool(torch.isfinite(checksum(kv)))
+
+
+def checksum(kv: KV) -> torch.Tensor:
+    """The sum of keys and values, a scalar: finite if all of them are."""
+    import torch
+
+    return kv.keys.sum(dtype=torch.float32) + kv.values.sum(dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""Moving tensors between host and accelerator without waiting for it. On a CPU all of it is what it says, at once."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvcomm_integrations.reuse.policies.base import KV, checksum
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor made on the host, such as slot numbers, in the memory of ``device``.
+
+    From pageable memory the copy would wait for what the accelerator is doing; pinned memory is kept by torch until the
+    copy is over.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arriving(Protocol):
+    """KV on its way to where it is kept."""
+
+    def there(self) -> bool:
+        """Whether it has arrived; does not wait."""
+
+    def wait(self) -> tuple[KV, bool]:
+        """The KV, and whether it is numbers throughout; waits until it has arrived."""
+
+
+class ToHost:
+    """KV of a GPU on its way to pinned host memory, in a stream of its own, behind what its own stream holds by now.
+
+    Args:
+        kv: what to copy; nobody else may change it.
+        stream: the stream that copies.
+        keep: leave it on the GPU; only whether it is numbers throughout is brought to the host.
+    """
+
+    def __init__(self, kv: KV, stream: torch.cuda.Stream, *, keep: bool) -> None:
+        self._source = kv  # its memory is not given away before the copy is over
+        self._sum = checksum(kv)
+        stream.wait_stream(torch.cuda.current_stream(kv.keys.device))
+        with torch.cuda.stream(stream):
+            self._kept = kv if keep else KV(_to_pinned(kv.keys), _to_pinned(kv.values))
+            self._total = _to_pinned(self._sum)
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+
+    def there(self) -> bool:
+        """Whether it has arrived; does not wait."""
+        return bool(self._done.query())
+
+    def wait(self) -> tuple[KV, bool]:
+        """The KV, and whether it is numbers throughout; waits until it has arrived."""
+        self._done.synchronize()
+        return self._kept, bool(torch.isfinite(self._total))
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
