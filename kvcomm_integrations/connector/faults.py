@@ -57,6 +57,11 @@ class FaultSwitch:
     def __init__(self) -> None:
         self._armed: dict[Seam, Fault] = {}
 
+    @property
+    def armed(self) -> bool:
+        """Some seam will fail."""
+        return bool(self._armed)
+
     def arm(self, seam: str, kind: str, times: int = 1) -> None:
         """Make a seam fail the next ``times`` times that it is passed; 0 disarms it.
 
@@ -78,11 +83,11 @@ class FaultSwitch:
         Returns:
             the seam's result is to be lost.
         """
-        return bool(self._armed) and self._fire(seam) is Kind.LOSE
+        return self.armed and self._fire(seam) is Kind.LOSE
 
     def spoil(self, seam: Seam, kv: KV) -> KV:
         """Fail if armed; ``nan`` spoils one number."""
-        if not self._armed or self._fire(seam) is not Kind.NAN:
+        if not self.armed or self._fire(seam) is not Kind.NAN:
             return kv
         keys = kv.keys.clone()
         keys[-1, -1, -1, -1] = torch.nan

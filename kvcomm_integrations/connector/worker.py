@@ -11,11 +11,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
+from kvcomm_integrations.connector.arrivals import Arrivals
 from kvcomm_integrations.connector.audit import audit, estimates_for
 from kvcomm_integrations.connector.compat import (
     VllmConfig,
@@ -40,6 +42,7 @@ from kvcomm_integrations.connector.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from kvcomm_integrations.connector.mover import Mover
 from kvcomm_integrations.connector.paged import PagedCache, probe_layout
 from kvcomm_integrations.connector.repair import Gap, prepare_repair
 from kvcomm_integrations.connector.rescue import BadBlocks
@@ -50,7 +53,6 @@ from kvcomm_integrations.errors import EngineError, UnsupportedModelError
 from kvcomm_integrations.reuse.policies.base import KV, is_finite
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope
-from kvcomm_integrations.reuse.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,9 @@ class WorkerHalf:
         """How often the model's weights have been replaced since the start."""
         self.weights_named = True
         """The weights are those of the folder that vLLM's configuration names."""
-        self._scratch = Scratch()
+        self._mover: Mover | None = None
+        self._arrivals: Arrivals | None = None
+        """Harvests on their way to where they are kept; ``None`` where they are there at once."""
         self._report = WorkerReport()
         self._released: set[str] = set()
         self._changed = True
@@ -118,12 +122,17 @@ class WorkerHalf:
                 lambda i, k, v, slots: write_with_engine(layers[names[i]], caches[names[i]], k, v, slots),
             )
             model = self._vllm_config.model_config
-            self.rope = Rope.from_hf_config(model.hf_text_config, table_dtype=model.dtype)
-            self.cache = PagedCache([caches[name] for name in names], layout)
-            self._scratch = Scratch(self.cache.device)
-            self.learner.use(self.cache.device)
+            rope = Rope.from_hf_config(model.hf_text_config, table_dtype=model.dtype)
+            self.use(PagedCache([caches[name] for name in names], layout), rope)
         except UnsupportedModelError as error:
             self.disable(str(error))
+
+    def use(self, cache: PagedCache, rope: Rope) -> None:
+        """Work on this paged cache, with this rotation."""
+        self.cache, self.rope = cache, rope
+        self._mover = Mover(cache, rope, self.store, self.learner, self.faults)
+        self._arrivals = Arrivals.of(cache.device, keep=self.config.reference_device is ReferenceDevice.DEVICE)
+        self.learner.use(cache.device)
 
     def attach(self, runner: Any) -> None:
         """Make the model runner known, which the repair pass needs."""
@@ -139,7 +148,7 @@ class WorkerHalf:
             logger.error("KV reuse is off: %s", reason)
         self.disabled = reason
         self._report.disabled = reason
-        self.store.clear()
+        self._clear_references()
 
     def weights_changed(self, named: bool) -> None:
         """Forget all that was held or learned: it came from weights that the model does not have any more.
@@ -152,8 +161,13 @@ class WorkerHalf:
         self._report.weights = self.weights
         self._report.audits = []
         self._changed = True
-        self.store.clear()
+        self._clear_references()
         self.learner.forget_all()
+
+    def _clear_references(self) -> None:
+        self.store.clear()
+        if self._arrivals is not None:
+            self._arrivals.clear()
 
     # ---- before the forward ----------------------------------------------------------------------------------------
 
@@ -237,15 +251,13 @@ class WorkerHalf:
             os._exit(FAILED_ALONE)
 
     def _load_spans(self, job: LoadJob) -> None:
-        assert self.cache is not None
+        assert self._mover is not None
         for span in job.spans:
-            for layers, kv in self._estimates(job.policy, span):
-                if not is_finite(kv):
-                    self._blame(job.policy, span)
-                    raise EngineError(
-                        f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
-                    )
-                self.cache.write(job.blocks, span.start, kv, layers.start)
+            if not self._mover.write(job.policy, job.blocks, span):
+                self._blame(job.policy, span)
+                raise EngineError(
+                    f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
+                )
 
     def _blame(self, name: str, span: LoadSpan) -> None:
         """An estimate is not finite: drop the reference if it is to blame, else what its edge has learned."""
@@ -253,34 +265,6 @@ class WorkerHalf:
             self._report.failed[span.ref_id] = "it holds numbers that are not finite"
         elif not span.exact:
             self.learner.forget(name, span.edge)
-
-    def _estimates(self, name: str, span: LoadSpan) -> Iterator[tuple[slice, KV]]:
-        """Corrected KV of a span with keys rotated to where they belong, a few layers at a time."""
-        assert self.rope is not None and self.cache is not None
-        reference = self.store.get(span.ref_id)
-        tokens = slice(span.offset, span.offset + span.end - span.start)
-        device = self.cache.device
-        part = KV(
-            reference.keys[:, :, tokens].to(device, non_blocking=True),
-            reference.values[:, :, tokens].to(device, non_blocking=True),
-        )
-        part = self.faults.spoil(Seam.REFERENCE, part)
-        if span.exact:
-            yield slice(0, part.keys.shape[0]), part
-            return
-        policy = self.learner.policy(name)
-        leverage = self.learner.leverages.of(name, policy, span.edge, reference)
-        first = span.start if policy.rotates else reference.position + span.offset
-        positions = torch.arange(first, first + span.end - span.start, device=device)
-        for layers, kv in policy.estimates(span.edge, part, span.offset, self._scratch, leverage):
-            estimate = self.faults.spoil(Seam.CORRECT, kv)
-            self.rope.rotate_rows(estimate.keys.transpose(2, 3), positions, self._scratch)
-            yield layers, estimate
-
-    def _estimate(self, name: str, span: LoadSpan) -> KV:
-        """All layers of a span as a load would write them."""
-        parts = [KV(kv.keys.clone(), kv.values.clone()) for _, kv in self._estimates(name, span)]
-        return KV(torch.cat([part.keys for part in parts]), torch.cat([part.values for part in parts]))
 
     # ---- after the forward -----------------------------------------------------------------------------------------
 
@@ -297,21 +281,20 @@ class WorkerHalf:
         for ref_id in meta.drops:
             self.store.drop(ref_id)
             self.learner.leverages.drop(ref_id)
+            if self._arrivals is not None:
+                self._arrivals.cancel(ref_id)
         for harvest in () if outdated else meta.harvests:
-            try:
+            with self._harvesting(harvest):
                 self._harvest(harvest)
-            except Exception as error:  # a lost reference costs a dense prefill, nothing else
-                logger.exception("Harvest of %s failed", harvest.name)
-                self._report.failed[harvest.ref_id] = f"{type(error).__name__}: {error}"
         self._released.update(meta.releases)
 
     def _audit(self, job: AuditJob) -> None:
-        if self.cache is None or self.bad_blocks.hold(job.blocks):
+        if self.cache is None or self._mover is None or self.bad_blocks.hold(job.blocks):
             return
         estimates, fault = None, ""
         try:
             self.faults.strike(Seam.AUDIT)
-            estimates = estimates_for(job, self._estimate)
+            estimates = estimates_for(job, self._mover.estimate)
         except KeyError as error:  # a reference was evicted in the meantime
             logger.info("Audit of request %s was not possible: %s", job.req_id, error)
             fault = str(error)
@@ -339,7 +322,7 @@ class WorkerHalf:
         self.audit_log.extend(results)
 
     def _harvest(self, job: HarvestJob) -> None:
-        if self.cache is None or self.disabled:
+        if self.cache is None or self._mover is None or self.disabled:
             self._report.failed[job.ref_id] = self.disabled or "no paged cache"
             return
         if job.check_ids and not self.verified:
@@ -353,15 +336,21 @@ class WorkerHalf:
         if self.bad_blocks.hold(job.blocks):
             self._report.failed[job.ref_id] = "its prompt was never computed"
             return
-        read = self.cache.read if job.exact else self._read_unrotated
+        read = self.cache.read if job.exact else self._mover.read
         kv = self.faults.spoil(Seam.HARVEST, read(job.blocks, job.start, job.end))
-        if not is_finite(kv):
+        if self._arrivals is None:
+            self._store(job, kv, is_finite(kv))
+        else:
+            self._arrivals.expect(job, kv)
+
+    def _store(self, job: HarvestJob, kv: KV, finite: bool) -> None:
+        """Keep what was harvested; from now on it may be promised to requests."""
+        if not finite:
             raise EngineError("the engine's own KV holds numbers that are not finite")
-        kept = self._kept(kv)
         reference = Reference(
             ref_id=job.ref_id,
-            keys=kept.keys,
-            values=kept.values,
+            keys=kv.keys,
+            values=kv.values,
             position=job.start,
             source=job.source,
             dense=job.dense,
@@ -369,23 +358,26 @@ class WorkerHalf:
             rotated=job.exact,
         )
         self.store.put(reference)
+        self._changed = True
         self._report.stored[job.ref_id] = 1
         if not job.exact:
             self.learner.rate(reference)
 
-    def _kept(self, kv: KV) -> KV:
-        """KV where references are kept: on the device, or in host memory from which it is copied fast."""
-        if self.config.reference_device is ReferenceDevice.DEVICE or kv.keys.device.type == "cpu":
-            return kv
-        keys, values = kv.keys.cpu(), kv.values.cpu()
-        return KV(keys.pin_memory(), values.pin_memory())
+    @contextmanager
+    def _harvesting(self, job: HarvestJob) -> Iterator[None]:
+        """Report what fails inside: a lost reference costs a dense prefill, nothing else."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("Harvest of %s failed", job.name)
+            self._report.failed[job.ref_id] = f"{type(error).__name__}: {error}"
 
     def _observe(self, job: ObserveJob) -> None:
-        if self.bad_blocks.hold(job.blocks):
+        if self._mover is None or self.bad_blocks.hold(job.blocks):
             return
         try:
             reference = self.store.get(job.ref_id)
-            truth = self._read_unrotated(job.blocks, job.start, job.start + job.tokens)
+            truth = self._mover.read(job.blocks, job.start, job.start + job.tokens)
             truth = self.faults.spoil(Seam.OBSERVE, truth)
             if not is_finite(truth):
                 raise EngineError("the engine's own KV holds numbers that are not finite")
@@ -400,16 +392,6 @@ class WorkerHalf:
     def _note_fault(self, what: str) -> None:
         self._report.faults[what] = self._report.faults.get(what, 0) + 1
 
-    def _read_unrotated(self, blocks: tuple[int, ...], start: int, end: int) -> KV:
-        assert self.cache is not None and self.rope is not None
-        kv = self.cache.read(blocks, start, end, as_stored=True)
-        positions = torch.arange(start, end, device=self.cache.device)
-        if not self.cache.keys_by_channel or kv.keys.dtype != torch.float32:
-            return KV(self.rope.unrotate(kv.keys, positions), kv.values)
-        for layers in self._scratch.chunks(kv.keys.shape):
-            self.rope.rotate_rows(kv.keys[layers].transpose(2, 3), positions, self._scratch, inverse=True)
-        return kv
-
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def take_released(self) -> set[str]:
@@ -419,6 +401,9 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call, or ``None``."""
+        for job, arrived in self._arrivals.take() if self._arrivals is not None else ():
+            with self._harvesting(job):
+                self._store(job, *arrived())
         report, self._report = self._report, WorkerReport()
         self.learner.tell(report)
         if report == WorkerReport() or self.faults.strike(Seam.REPORT):

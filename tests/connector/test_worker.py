@@ -24,8 +24,8 @@ EDGE = Edge("a", "b", "text")
 def _worker() -> WorkerHalf:
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     half = WorkerHalf(config, ReuseConfig(policy="ridge"))
-    half.cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)], Layout.CPU)
-    half.rope = Rope(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
+    cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)], Layout.CPU)
+    half.use(cache, Rope(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM)))
     half.verified = True
     return half
 
@@ -189,8 +189,9 @@ def test_state_of_a_policy_with_options_is_kept_and_taken_back(tmp_path: Path, m
 def test_a_load_writes_the_plain_estimate(layout: Layout, dtype: torch.dtype) -> None:
     """Corrected and rotated a few layers at a time, straight into the cache: the same as one step after another."""
     half = _worker()
-    half.cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM, dtype=dtype) for _ in range(LAYERS)], layout)
     assert half.rope is not None
+    cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM, dtype=dtype) for _ in range(LAYERS)], layout)
+    half.use(cache, half.rope)
     for ref_id, seed in ((1, 5), (2, 6)):
         source = _fill(half, (0, 1, 2), 44, seed)
         _harvest(half, ref_id, (0, 1, 2), 0, 44)
@@ -199,7 +200,7 @@ def test_a_load_writes_the_plain_estimate(layout: Layout, dtype: torch.dtype) ->
     assert half.learner.background.wait(10)
     span = LoadSpan(2, offset=3, start=9, end=47, edge=EDGE)
     half.load(StepMetadata(loads=[LoadJob("r", (6, 7, 9), "ridge", (span,), (), (0,) * 38, 9, 47)]))
-    got = half.cache.read((6, 7, 9), 9, 47)
+    got = cache.read((6, 7, 9), 9, 47)
     reference = half.store.get(2)
     assert torch.allclose(reference.keys.float(), source.keys, atol=1e-5 if dtype is torch.float32 else 0.1)
     part = KV(reference.keys[:, :, 3:41], reference.values[:, :, 3:41])
@@ -209,5 +210,6 @@ def test_a_load_writes_the_plain_estimate(layout: Layout, dtype: torch.dtype) ->
     assert torch.allclose(got.keys.float(), expected, atol=tolerance)
     assert torch.allclose(got.values.float(), plain.values.float(), atol=tolerance)
     assert (got.keys[1:].float() - half.rope.rotate(part.keys[1:].float(), torch.arange(9, 47))).abs().max() > 0.05
-    whole = half._estimate("ridge", span)
+    assert half._mover is not None
+    whole = half._mover.estimate("ridge", span)
     assert torch.equal(whole.keys.to(dtype), got.keys) and torch.equal(whole.values.to(dtype), got.values)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector import worker as worker_module
 from kvcomm_integrations.connector.faults import SWITCH, FaultSwitch
 from kvcomm_integrations.connector.metadata import (
@@ -25,7 +24,6 @@ from kvcomm_integrations.connector.metadata import (
 from kvcomm_integrations.connector.rescue import MEMORY
 from kvcomm_integrations.connector.worker import FAILED_ALONE, WorkerHalf
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.reuse.policies.base import KV
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
 SPAN = LoadSpan(7, offset=0, start=20, end=40, edge=EDGE)
@@ -310,10 +308,3 @@ def test_faults_cannot_be_armed_in_production(monkeypatch: pytest.MonkeyPatch) -
 def test_unknown_faults_are_refused(seam: str, kind: str) -> None:
     with pytest.raises(ConfigurationError, match="seams are"):
         FaultSwitch().arm(seam, kind)
-
-
-def test_references_are_kept_where_the_settings_say() -> None:
-    half = _worker()
-    assert half.config == ReuseConfig(policy="ridge")
-    kv = KV(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
-    assert half._kept(kv) is kv  # on a CPU both places are the same

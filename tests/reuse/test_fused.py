@@ -1,17 +1,9 @@
-"""The fused kernel writes what the plain path writes: on a GPU, and in Triton's interpreter wherever there is Triton.
-
-By hand: ``pip install --no-deps --target DIR triton``, then ``PYTHONPATH=DIR pytest tests/reuse/test_fused.py``.
-"""
+"""The fused kernel writes what the plain path writes, on a GPU and in Triton's interpreter."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +16,7 @@ from kvcomm_integrations.reuse.policies.base import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
+from tests.interpreted import DEVICES, needs_triton, not_interpreted, run_interpreted
 
 from .shapes import EDGE, drifted, random_kv
 
@@ -31,13 +24,6 @@ LAYERS, HEADS, BLOCK = 3, 2, 8
 BLOCK_TABLE = [5, 2, 9, 0, 7, 3, 11]
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference to the plain path, relative to the largest number."""
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WITHOUT_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: see below")),
-]
 
 
 class Case:
@@ -158,21 +144,10 @@ def test_what_the_kernel_cannot_take(device: str) -> None:
         fused.FusedCache([case.layers[0], case.layers[1].half()], case.rope)
 
 
-@WITHOUT_TRITON
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@needs_triton
+@not_interpreted
 def test_the_same_in_tritons_interpreter() -> None:
-    """Triton decides when it is imported, so this file runs once more in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed and int(passed[1]) > 10, run.stdout[-1000:]
+    assert run_interpreted(__file__) > 10
 
 
 class Launch(Case):
@@ -187,8 +162,8 @@ class Launch(Case):
         return seen[0]
 
 
-@WITHOUT_TRITON
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@needs_triton
+@not_interpreted
 @pytest.mark.parametrize(("dtype", "rotary"), [(torch.bfloat16, 128), (torch.float16, 32), (torch.float32, 64)])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernel_compiles_for_gpus(
@@ -213,7 +188,7 @@ def test_the_kernel_compiles_for_gpus(
     assert b"ELF" in built.asm["cubin"][:8]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@not_interpreted
 def test_without_a_gpu_the_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fused.available(torch.device("cpu"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
