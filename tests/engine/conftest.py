@@ -11,7 +11,7 @@ import pytest
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from tests.engine.helpers import Client
-from tests.engine.served import BOTH, BOTH_AT_LENGTH, ServedEngine, connect, kvcomm_serve
+from tests.engine.served import BOTH, BOTH_AT_LENGTH, ServedEngine, connect, kvcomm_serve, running
 
 os.environ.setdefault("KVCOMM_PROGRESS", "0")
 os.environ.setdefault("KVCOMM_FAULT_INJECTION", "1")
@@ -53,6 +53,19 @@ def served_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         engine = connect(tiny_model, served.url, reuse=REUSE)
         yield engine
         engine.close()
+
+
+@pytest.fixture(scope="session", params=BOTH_AT_LENGTH)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InProcessEngine | ServedEngine]:
+    """SmolLM2 in this process and, in reliability runs, served: for tests that want more than random answers."""
+    if request.param == "inprocess":
+        yield request.getfixturevalue("inprocess_engine")
+        return
+    config = EngineConfig(model=str(request.getfixturevalue("demo_model")), max_model_len=2048, reuse=REUSE)
+    with running("served", config, tmp_path_factory.mktemp("trained")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -231,7 +231,7 @@ def running(kind: str, config: EngineConfig, folder: Path) -> Iterator[InProcess
             engine.close()
         return
     with kvcomm_serve(Path(config.model), serve_options(config), folder / "server.log") as served:
-        client = connect(config.model, served.url)
+        client = connect(config.model, served.url, reuse=config.reuse)  # what a client divides prompts by
         try:
             yield client
         finally:

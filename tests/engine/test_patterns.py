@@ -215,16 +215,16 @@ PATTERNS["create_react_agent"] = PATTERNS["create_agent"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-async def test_history_of_messages(load: Any, engine: InProcessEngine, pattern: str) -> None:
+async def test_history_of_messages(load: Any, trained: InProcessEngine, pattern: str) -> None:
     calls, expected = PATTERNS[pattern]
     example = load(pattern)
-    check(await in_every_way(engine, example.build, [{"messages": [("user", TASK)]}], calls), expected)
+    check(await in_every_way(trained, example.build, [{"messages": [("user", TASK)]}], calls), expected)
 
 
-async def test_debate(load: Any, engine: InProcessEngine) -> None:
+async def test_debate(load: Any, trained: InProcessEngine) -> None:
     example = load("debate")
     check(
-        await in_every_way(engine, example.build, [{"topic": TASK}]),
+        await in_every_way(trained, example.build, [{"topic": TASK}]),
         [
             ("favour", "user_question"),
             ("against", "user_question:part<favour favour<favour"),
@@ -233,11 +233,11 @@ async def test_debate(load: Any, engine: InProcessEngine) -> None:
     )
 
 
-async def test_rag_with_tools(load: Any, engine: InProcessEngine) -> None:
+async def test_rag_with_tools(load: Any, trained: InProcessEngine) -> None:
     example = load("rag_tools")
     calls: dict[str, Call] = {"researcher": ("search_handbook", {"query": "hay"})}
     check(
-        await in_every_way(engine, example.build, [{"messages": [("user", TASK)]}], calls),
+        await in_every_way(trained, example.build, [{"messages": [("user", TASK)]}], calls),
         [
             ("researcher", "user_question"),
             ("researcher", "user_question<researcher researcher tool:search_handbook:result"),
@@ -249,9 +249,9 @@ async def test_rag_with_tools(load: Any, engine: InProcessEngine) -> None:
     )
 
 
-async def test_map_reduce(load: Any, engine: InProcessEngine) -> None:
+async def test_map_reduce(load: Any, trained: InProcessEngine) -> None:
     example = load("map_reduce")
-    models = await in_every_way(engine, example.build, [{"question": TASK, "documents": example.DOCUMENTS}])
+    models = await in_every_way(trained, example.build, [{"question": TASK, "documents": example.DOCUMENTS}])
     check(
         models,
         [
@@ -264,10 +264,10 @@ async def test_map_reduce(load: Any, engine: InProcessEngine) -> None:
     )
 
 
-async def test_functional(load: Any, engine: InProcessEngine) -> None:
+async def test_functional(load: Any, trained: InProcessEngine) -> None:
     example = load("functional")
     check(
-        await in_every_way(engine, example.build, [TASK]),
+        await in_every_way(trained, example.build, [TASK]),
         [
             ("panel/estimate", "user_question"),
             ("panel/estimate", "user_question<panel/estimate"),
@@ -280,11 +280,11 @@ async def test_functional(load: Any, engine: InProcessEngine) -> None:
     )
 
 
-async def test_thread(load: Any, engine: InProcessEngine) -> None:
+async def test_thread(load: Any, trained: InProcessEngine) -> None:
     example = load("thread")
     turns = [{"messages": [("user", question)]} for question in (TASK, example.FOLLOW_UP)]
     check(
-        await in_every_way(engine, example.build, turns),
+        await in_every_way(trained, example.build, turns),
         [
             ("solver", "user_question"),
             ("critic", "user_question<solver solver<solver"),
@@ -295,10 +295,10 @@ async def test_thread(load: Any, engine: InProcessEngine) -> None:
     )
 
 
-async def test_human_in_the_loop(load: Any, engine: InProcessEngine) -> None:
+async def test_human_in_the_loop(load: Any, trained: InProcessEngine) -> None:
     example = load("human_in_the_loop")
     inputs = [{"messages": [("user", TASK)]}, Command(resume=example.REMARK)]
     check(
-        await in_every_way(engine, example.build, inputs),
+        await in_every_way(trained, example.build, inputs),
         [("solver", "user_question"), ("writer", "user_question<solver solver<solver user_question#2")],
     )

@@ -11,7 +11,7 @@ import pytest
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.served(at_length=True)]
 
 PLAIN = """
 import json, sys
@@ -28,9 +28,7 @@ if __name__ == "__main__":
 """
 
 
-def test_dense_and_observed_requests_equal_plain_vllm(
-    client: Client, demo_model: Path, tmp_path: Path, session: str
-) -> None:
+def test_dense_and_observed_requests_equal_plain_vllm(client: Client, tmp_path: Path, session: str) -> None:
     import json
 
     prompts = [
@@ -41,7 +39,7 @@ def test_dense_and_observed_requests_equal_plain_vllm(
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
     done = subprocess.run(
-        [sys.executable, str(script), str(demo_model)],
+        [sys.executable, str(script), client.engine.config.model],
         input=json.dumps([p.token_ids for p in prompts]),
         capture_output=True,
         text=True,
