@@ -1,6 +1,7 @@
 """Faults in a real engine: the request that meets one gets the dense result, and so does everybody after it.
 
-Under ``-m reliability`` 200 random prompts are compared with plain vLLM after every fault.
+Under ``-m reliability`` 200 random prompts are compared with plain vLLM after every fault. In process only: faults end
+engines and their workers, and a server would have to be started again after each; what they do lies below the server.
 """
 
 from __future__ import annotations

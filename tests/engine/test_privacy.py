@@ -1,4 +1,7 @@
-"""What was said appears in no log, even where everything is logged; tenants get the same with and without others."""
+"""What was said appears in no log, even where everything is logged; tenants get the same with and without others.
+
+Each test starts what it reads the log of, so it runs in one form only. Tenants of a server: ``test_serving.py``.
+"""
 
 from __future__ import annotations
 
