@@ -87,6 +87,7 @@ def test_what_a_stage_has_learned_cannot_be_saved(staged: Client, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.reliability
 def test_dense_mode_equals_plain_vllm(staged: Client, tiny_model: Path, tmp_path: Path) -> None:
     prompts = [staged.prompt(system("critic"), ("user_question", staged.encode(text)), END) for text in QUESTIONS]
     plain = plain_answers(tiny_model, [prompt.token_ids for prompt in prompts], 12, tmp_path)

@@ -144,6 +144,7 @@ def test_a_model_of_the_hub_without_the_hub() -> None:
     check(serve("some-company/no-such-model"), "some-company/no-such-model", "Remedy: .*unset HF_HUB_OFFLINE")
 
 
+@pytest.mark.reliability
 def test_a_cache_too_small_for_one_prompt(tiny_model: Path) -> None:
     ended = serve(tiny_model, "--max-model-len", "2048", "--kv-cache-memory-bytes", "1000000")
     check(ended, r"\(2048\)", "Remedy: give the cache more memory with --kv-cache-memory-bytes, or .*--max-model-len")

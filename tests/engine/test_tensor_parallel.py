@@ -131,6 +131,7 @@ def test_a_fault_of_one_rank_in_an_audit_is_answered_by_all(parallel: Client) ->
         assert len(max(parallel.engine.call_workers("kvcomm_take_audits"), key=len)) == audits
 
 
+@pytest.mark.reliability
 def test_a_fault_of_one_rank_inside_the_model_stops_the_engine_at_once(parallel: Client) -> None:
     """The other rank waits for it there, as in any forward of vLLM's own. The next call starts the engine anew."""
     if isinstance(parallel.engine, ServedEngine):
