@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.engines.plain import PlainEngine
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
+REST = 0.5
+"""Pause before an engine's turn, seconds: the threads of the one before spin for a while after their work."""
 LIMIT = 0.02
 """Most that the connector with reuse off may cost."""
 
@@ -40,6 +43,7 @@ class Pace:
 
 def run_overhead(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench overhead``; returns the exit status."""
+    _share_cores_alike()
     sizes = Sizes(args.prefix, args.input, args.output)
     shared = {"model": args.model, "max_model_len": args.prefix + args.input + args.output + 64, "seed": args.seed}
     engines = {
@@ -68,9 +72,20 @@ def run_overhead(args: argparse.Namespace) -> int:
     return 0
 
 
+def _share_cores_alike() -> None:
+    """Give every engine the same cores, unless the user has said which.
+
+    Left to itself, vLLM keeps a core of a CPU for its scheduler and, where a KV connector is configured, one more for
+    that; where it has too few it keeps none. The engines would differ by a core of products, not by our work.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+
+
 def _ask(engine: InProcessEngine, team: PaperTeam, number: int, together: int, pace: Pace) -> None:
     """One request for its first token, then several answers at once."""
     first = 2 + number * (together + 1)
+    time.sleep(REST)
     *_, last = engine.generate_sync(_request(team, first, 1))
     pace.ttft_ms.append(last.ttft_ms or 0.0)
     requests = [_request(team, first + 1 + place, team.sizes.output) for place in range(together)]

@@ -52,11 +52,13 @@ def heard(graph: str, place: int) -> range:
 
 @dataclass(frozen=True)
 class Served:
-    """One request: seconds to the first token and to the end, and the longest pause between two tokens."""
+    """One request: seconds to the first token and to the end, the longest pause between two tokens, and for how long
+    its load and its share of the repair pass held up all others."""
 
     ttft: float
     whole: float
     stall: float
+    hold: float = 0.0
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Load:
     def summary(self) -> dict[str, float]:
         """Throughput and percentiles; milliseconds but for ``requests_per_s``."""
         result = {"requests": float(len(self.requests)), "requests_per_s": len(self.requests) / self.seconds}
-        for name in ("ttft", "whole", "stall"):
+        for name in ("ttft", "whole", "stall", "hold"):
             times = [getattr(request, name) * 1e3 for request in self.requests]
             result |= {f"{name}_p{share}_ms": round(percentile(times, share), 1) for share in (50, 95, 99)}
         result["ttft_mean_ms"] = round(mean(request.ttft for request in self.requests) * 1e3, 1)
@@ -107,11 +109,14 @@ class ServeBench:
             started = time.monotonic()
             stamps: list[float] = []
             answer: list[int] = []
+            hold = 0.0
             for delta in self.engine.generate_sync(request):
                 stamps.append(time.monotonic())
                 answer.extend(delta.token_ids)
+                if delta.report is not None:
+                    hold = (delta.report.load_ms + delta.report.repair_ms) / 1e3
             pauses = [after - before for before, after in pairwise(stamps)]
-            served.append(Served(stamps[0] - started, stamps[-1] - started, max(pauses, default=0.0)))
+            served.append(Served(stamps[0] - started, stamps[-1] - started, max(pauses, default=0.0), hold))
             answers.append(tuple(answer))
         return served
 
@@ -190,7 +195,7 @@ def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     loop = "closed loop" if args.rate is None else f"{args.rate:g} sessions a second"
     table = Table(title=f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens")
     columns = ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "whole_p50_ms", "whole_p95_ms",
-               "stall_p50_ms", "stall_p99_ms")  # fmt: skip
+               "stall_p50_ms", "stall_p99_ms", "hold_p50_ms", "hold_p99_ms")  # fmt: skip
     for column in ("sessions", "way", *columns):
         table.add_column(column.removesuffix("_ms"), justify="right")
     for line in results:
@@ -205,4 +210,7 @@ def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     for line in results:
         ratio = line["auto"]["requests_per_s"] / line["dense"]["requests_per_s"]
         console.print(f"{line['concurrency']} sessions at once: {ratio:.2f} times the requests of dense")
-    console.print("Milliseconds. stall: a request's longest pause between two tokens of its answer.")
+    console.print(
+        "Milliseconds. stall: a request's longest pause between two tokens of its answer; hold: what load and repair "
+        "of a request take, while all others wait."
+    )

@@ -8,14 +8,14 @@ its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from kvcomm_integrations.connector.compat import virtual_batch
+from kvcomm_integrations.connector.compat import VirtualBatch, virtual_batch
 from kvcomm_integrations.connector.paged import PagedCache
 
 
@@ -33,7 +33,7 @@ class Gap:
         return self.start + len(self.token_ids)
 
 
-def prepare_repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> Callable[[], torch.Tensor]:
+def prepare_repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> VirtualBatch:
     """Prepare to compute all gaps in one forward that writes their KV into the paged cache.
 
     Ranks can agree on whether all of them are prepared; inside the forward they wait for one another.
@@ -44,7 +44,8 @@ def prepare_repair(runner: Any, cache: PagedCache, gaps: Sequence[Gap]) -> Calla
         gaps: at least one, none empty; those of one sequence must not overlap.
 
     Returns:
-        the forward, which returns the hidden states of the gaps' tokens, ``(tokens, hidden)``, gap after gap.
+        the forward. Run on its own it returns the hidden states of the gaps' tokens, ``(tokens, hidden)``, gap after
+        gap; joined to the step's forward it costs less.
     """
     ids = torch.tensor([token for gap in gaps for token in gap.token_ids], dtype=torch.int64)
     spans = [torch.arange(gap.start, gap.end, dtype=torch.int64) for gap in gaps]

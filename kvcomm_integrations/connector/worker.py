@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class WorkerHalf:
         gaps = [gap for job, missing in zip(jobs, spans, strict=True) for gap in _gaps(job, missing)]
         problem = self.repair_refusal
         if gaps and problem is None:
-            problem = self._compute(gaps)
+            problem = self._compute(jobs, gaps)
             if not problem:
                 return faults
         for number, job in enumerate(jobs):
@@ -214,10 +215,13 @@ class WorkerHalf:
                 self.bad_blocks.add(job, self.block_size)
         return faults
 
-    def _compute(self, gaps: list[Gap]) -> str:
-        """Run the repair pass, unless some rank cannot even prepare it; returns what went wrong, if anything did.
+    def _compute(self, jobs: list[LoadJob], gaps: list[Gap]) -> str:
+        """Run the repair pass, or have the step's forward do its work, unless some rank cannot even prepare it.
 
         Where it fails inside the model on one of several ranks, this process ends, and the engine with it.
+
+        Returns:
+            what went wrong, if anything did.
         """
         assert self.cache is not None
         forward, fault = None, ""
@@ -232,13 +236,20 @@ class WorkerHalf:
             return f"the repair pass failed ({fault})"
         try:
             self.faults.strike(Seam.FORWARD)
-            forward()
+            if not forward.join(lambda ms: self._add_repair(jobs, ms)):
+                forward()
         except Exception as error:
             self._end_if_others_wait("the repair pass", error)
             logger.exception("The repair pass failed")
             return f"the repair pass failed ({type(error).__name__}: {error})"
         self.repaired_tokens += sum(len(gap.token_ids) for gap in gaps)
         return ""
+
+    def _add_repair(self, jobs: list[LoadJob], ms: float) -> None:
+        """The step's forward has done the repair pass's work, in so many milliseconds of its own."""
+        for job in jobs:
+            result = self._report.loads[job.req_id]
+            self._report.loads[job.req_id] = replace(result, repair_ms=result.repair_ms + ms)
 
     def _end_if_others_wait(self, what: str, error: Exception) -> None:
         """Inside the model ranks wait for one another: where one fails, the engine had better end than hang.

@@ -45,14 +45,15 @@ class KVCommWorkerExtension:
         if isinstance(connector, KVCommConnector) and rank in (None, self.rank):
             connector.worker_half.faults.arm(seam, kind, times)
 
-    def kvcomm_check_repair(self, token_ids: list[int], gaps: list[list[int]]) -> dict[str, float]:
+    def kvcomm_check_repair(
+        self, token_ids: list[int], gaps: list[list[int]], joined: bool = False
+    ) -> dict[str, float]:
         """Run the repair pass on a sequence of its own and compare it with a dense run (see ``diagnostics``)."""
         connector = current_connector()
         if not isinstance(connector, KVCommConnector) or connector.worker_half.cache is None:
             return {}
-        return repair_error(
-            self.model_runner, connector.worker_half.cache, token_ids, [(start, end) for start, end in gaps]
-        )
+        spans = [(start, end) for start, end in gaps]
+        return repair_error(self.model_runner, connector.worker_half.cache, token_ids, spans, joined=joined)
 
     def kvcomm_take_audits(self) -> list[dict[str, Any]]:
         """The audits since the last call, as plain objects; empty on ranks that hold no logits."""

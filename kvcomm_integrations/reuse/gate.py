@@ -46,7 +46,7 @@ class Health(StrEnum):
     """What audits have made of an edge."""
 
     PROVEN = "proven"
-    """Repaired no deeper than ``mature_depth``, however long the content."""
+    """A familiar content is repaired no deeper than ``mature_depth``, however long it is."""
     OPEN = "open"
     DEEPER = "deeper"
     """Always repaired twice as deep as an edge without examples."""
@@ -155,11 +155,12 @@ def decide(
     deep = min(reach, tokens // 2)
     if verdict is Health.DEEPER:
         return GateDecision(True, deep, "audits ask for deeper repair")
-    shallow = min(deep, max(config.mature_depth, tokens // 8))
+    proven = verdict is Health.PROVEN
+    shallow = min(deep, config.mature_depth if proven else max(config.mature_depth, tokens // 8))
     maturity = trust * min(1.0, examples / config.mature_examples)
-    if verdict is Health.PROVEN and maturity == 1:
-        return GateDecision(True, min(deep, config.mature_depth), "audits prove a shallow repair enough")
     depth = deep - math.floor((deep - shallow) * maturity)
+    if proven and maturity == 1:
+        return GateDecision(True, depth, "audits prove a shallow repair enough")
     return GateDecision(True, depth, _reason(readiness, trust, config))
 
 

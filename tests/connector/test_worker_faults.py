@@ -49,7 +49,18 @@ def half() -> WorkerHalf:
 def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The gaps that the repair pass was given."""
     gaps: list[Any] = []
-    monkeypatch.setattr(worker_module, "prepare_repair", lambda runner, cache, found: lambda: gaps.extend(found))
+
+    class Forward:
+        def __init__(self, runner: Any, cache: Any, found: Any) -> None:
+            self.found = found
+
+        def join(self, done: Any) -> bool:
+            return False
+
+        def __call__(self) -> None:
+            gaps.extend(self.found)
+
+    monkeypatch.setattr(worker_module, "prepare_repair", Forward)
     half.repair_refusal = None
     return gaps
 

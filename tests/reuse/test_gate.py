@@ -86,6 +86,8 @@ def test_small_audits_prove_an_edge_until_audits_of_its_shallow_repair_say_other
     assert decide(ready, config, tokens=1000, health=health).repair_depth == config.mature_depth
     assert decide(Readiness(9, True, 1.5), config, tokens=1000, health=health).repair_depth == 32, "new content"
     assert decide(Readiness(1, True, 0.5), config, tokens=1000, health=health).repair_depth > config.mature_depth
+    between = decide(Readiness(9, True, 0.9), config, tokens=1000, health=health).repair_depth
+    assert config.mature_depth < between < 32, "rather new"
     assert health.verdict is Health.PROVEN and "audits" in health.reason
     for _ in range(PROOF):
         health.audited(0.3)
