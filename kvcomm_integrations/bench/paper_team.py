@@ -1,6 +1,6 @@
 """The paper's set-up: fully connected agents with system prompts, questions and answers of given lengths in tokens.
 
-All text is real: roles, reports made up by us, and answers that the model has given. Knows no engine.
+All text is real: roles, reports made up by us, and answers that the model has given. Starts no engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvcomm_integrations.bench.problems import generate_documents
 from kvcomm_integrations.bench.roles import ROLES
+from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -94,6 +95,12 @@ class PaperTeam:
 
     def _template(self, text: str) -> Ids:
         return tuple(self._tokenizer.encode(text, allow_special=True))
+
+
+def answering(tokens: int, seed: int) -> SamplingOptions:
+    """How an answer of exactly so many tokens is made: drawn, since the likeliest words of a small model soon go round
+    in circles, and then all agents give the same answer."""
+    return SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
 
 
 def _documents(count: int, seed: int, tokens: int) -> list[str]:

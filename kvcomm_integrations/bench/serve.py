@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes
+from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes, answering
 from kvcomm_integrations.bench.scores import as_config
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest, SamplingOptions
+from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.wire import Mode
@@ -143,8 +143,7 @@ class ServeBench:
         params = prompt.params(
             agent=agent, session=f"{mode}-{number}", response_name=f"agent:{agent}:response", mode=mode
         )
-        count = self.team.sizes.output
-        sampling = SamplingOptions(max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True)
+        sampling = answering(self.team.sizes.output, seed=1000 * number + self.team.names.index(agent))
         return GenerationRequest(prompt, params, sampling, cache_salt=mode.value)
 
 

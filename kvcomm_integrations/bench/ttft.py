@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes
+from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes, answering
 from kvcomm_integrations.bench.scores import as_config, chosen_policies
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.bench.ttft_plot import plot_ttft
@@ -140,7 +140,7 @@ class TtftBench:
             audited = tuple(name for name in audited if name != self.engine.config.reuse.policy)
         params = params.model_copy(update={"teach": teach, "audit": audited if teach else (), "audit_tokens": 0})
         count = tokens or self.team.sizes.output
-        sampling = SamplingOptions(max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True)
+        sampling = answering(count, seed=1000 * number + self.team.names.index(agent))
         deltas = list(self.engine.generate_sync(GenerationRequest(prompt, params, sampling)))
         return tuple(token for delta in deltas for token in delta.token_ids)
 

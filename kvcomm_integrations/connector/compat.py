@@ -51,6 +51,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "Request",
     "RequestStatus",
+    "RewindableGenerator",
     "SchedulerOutput",
     "VirtualBatch",
     "VllmConfig",
@@ -63,6 +64,7 @@ __all__ = [
     "hash_block_size",
     "holds_first_layer",
     "logits_of",
+    "make_seeds_rewindable",
     "rank_heads",
     "rehash",
     "repair_refusal",
@@ -443,6 +445,47 @@ def calling_runner() -> Any:
             return owner
         frame = frame.f_back
     return None
+
+
+class RewindableGenerator(torch.Generator):
+    """A CPU's random numbers, of which the draws since ``keep`` can be taken back.
+
+    vLLM draws a token for every part of a prompt that is computed in parts, and takes back the draws it did not need,
+    by a counter that only a GPU's generators have: on a CPU a request with a seed would end the engine.
+    """
+
+    _kept: torch.Tensor
+
+    @classmethod
+    def of(cls, generator: torch.Generator) -> RewindableGenerator:
+        """One that goes on as ``generator`` would."""
+        if isinstance(generator, cls):
+            return generator
+        new = cls(device=generator.device)
+        new.set_state(generator.get_state())
+        return new
+
+    def keep(self) -> None:
+        """What is drawn from now on may be taken back."""
+        self._kept = self.get_state()
+
+    def get_offset(self) -> int:
+        """One draw, as a GPU counts it."""
+        return 4
+
+    def set_offset(self, offset: int) -> None:
+        """Take back what was drawn since ``keep``; the counter itself does not exist."""
+        self.set_state(self._kept)
+
+
+def make_seeds_rewindable(runner: Any) -> None:
+    """Prepare a step of a CPU's for seeded requests whose prompts are computed in parts; to be called in every step."""
+    batch: Any = getattr(runner, "input_batch", None)
+    for index, generator in list(getattr(batch, "generators", {}).items()):
+        if generator.device.type == "cpu":
+            rewindable = RewindableGenerator.of(generator)
+            rewindable.keep()
+            batch.generators[index] = runner.requests[batch.req_ids[index]].generator = rewindable
 
 
 def step_being_taken_in() -> Any:

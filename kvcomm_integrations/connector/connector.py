@@ -23,6 +23,8 @@ from kvcomm_integrations.connector.compat import (
     Request,
     SchedulerOutput,
     VllmConfig,
+    calling_runner,
+    make_seeds_rewindable,
     step_being_taken_in,
     unsupported_reason,
 )
@@ -52,6 +54,7 @@ class KVCommConnector(KVConnectorBase_V1):
         else:
             self._worker = WorkerHalf(vllm_config, config, unsupported_reason(vllm_config, kv_cache_config) or "")
         self._state_calls: StateCalls | None = None
+        self._runner: Any = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -134,9 +137,11 @@ class KVCommConnector(KVConnectorBase_V1):
     # ---- worker half -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._runner = calling_runner()
         self.worker_half.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        make_seeds_rewindable(self._runner)
         self.worker_half.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:

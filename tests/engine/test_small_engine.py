@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system, unrotated
 from tests.engine.served import BOTH_AT_LENGTH, running
@@ -110,3 +111,15 @@ def test_preemption_ends_well(small: Client) -> None:
 @pytest.mark.parametrize("count", [1, 4, 32])
 def test_repair_is_bit_exact_over_small_blocks(small: Client, count: int) -> None:
     check_repair(small.engine, small, BLOCK, count)
+
+
+def test_a_seed_gives_the_same_answer_whether_its_prompt_is_computed_in_parts_or_not(small: Client) -> None:
+    """vLLM takes back what it drew for parts of a prompt by a counter that a CPU's generators do not have."""
+    prompt = small.prompt("Read: ", ("document", small.encode(" ".join(QUESTIONS) * 2)[:300]), END)
+    sampling = SamplingOptions(max_tokens=16, temperature=1.0, seed=5, ignore_eos=True)
+    in_parts, at_once = (
+        small.ask(prompt, agent="reader", mode=Mode.DENSE, sampling=sampling, salt="seeded") for _ in range(2)
+    )
+    assert in_parts.report.exact == 0
+    assert at_once.report.exact > len(prompt.token_ids) - 64
+    assert in_parts.ids == at_once.ids
