@@ -213,6 +213,7 @@ class RequestReport(BaseModel):
     plan_ms: float = 0.0
     load_ms: float = 0.0
     repair_ms: float = 0.0
+    """The repair pass of the request's step; where it joined vLLM's own forward, its share of that by tokens."""
     reason: str = ""
     """Why the request as a whole ran densely; empty if it did not."""
     segments: tuple[SegmentReport, ...] = ()

@@ -313,6 +313,12 @@ class VirtualBatch:
             if not step.current():  # that forward never came
                 leave()
                 return None
+            if given.get("inputs_embeds") is not None or given.get("input_ids") is None:  # those have no ids to add to
+                leave()
+                started = time.perf_counter()
+                self()
+                done((time.perf_counter() - started) * 1e3)
+                return None
             step.put(_Shape(dict.fromkeys(names, metadata), dict.fromkeys(names, slots), padding))
             started = time.perf_counter()
             ids = torch.cat([given["input_ids"][: step.tokens], self._ids])

@@ -129,6 +129,7 @@ class LoadResult:
 
     load_ms: float
     repair_ms: float
+    """Of the repair pass, or its share of the forward that it joined."""
     fault: str = ""
 
 

@@ -4,6 +4,9 @@ Each gap ``[start, end)`` becomes a row of its own: query length ``end - start``
 own block table. Every layer writes the new KV of all rows before it attends, so later gaps see earlier ones. Where the
 known KV is exact, so is the result, bit for bit; rows of a single token take the engine's decoding kernel and agree to
 its rounding.
+
+On a CPU the step's own forward takes the gaps along as further rows (see ``VirtualBatch.join``): the model's weights are
+read once instead of twice. Its kernel divides the work by the whole batch, so results agree to rounding there.
 """
 
 from __future__ import annotations

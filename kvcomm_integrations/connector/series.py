@@ -78,7 +78,8 @@ LOAD_SECONDS = Series(
 REPAIR_SECONDS = Series(
     "vllm:kvcomm_repair_seconds",
     Kind.HISTOGRAM,
-    "Time of the repair pass of a request's step; requests of one step share one pass.",
+    "Time of the repair pass of a request's step, or its share, by tokens, of the forward that it joined; requests of "
+    "one step share one pass.",
     (),
     SECONDS,
 )

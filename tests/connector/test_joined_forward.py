@@ -120,6 +120,18 @@ def test_rows_whose_forward_never_came_join_no_other() -> None:
     assert told == []
 
 
+def test_a_step_that_brings_embeddings_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, told, alone = make_runner(), [], []
+    monkeypatch.setattr(VirtualBatch, "__call__", lambda self: alone.append(self._ids.tolist()))
+    given = {"input_ids": torch.tensor([7]), "positions": torch.tensor([20]), "inputs_embeds": torch.zeros(1, 4)}
+    with override_forward_context(step_of(runner, [7], 20)):
+        assert rows(runner, [1, 2], 5, [4]).join(told.append)
+        assert runner.model(**given).tolist() == [[7, 20]]
+        assert runner.model(**given).tolist() == [[7, 20]]
+    assert alone == [[1, 2]]
+    assert len(told) == 1
+
+
 def _no_context(runner: Any) -> None:
     return None
 
