@@ -100,7 +100,7 @@ class PaperTeam:
 def answering(tokens: int, seed: int) -> SamplingOptions:
     """How an answer of exactly so many tokens is made: drawn, since the likeliest words of a small model soon go round
     in circles, and then all agents give the same answer."""
-    return SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
+    return SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0.7, seed=seed, ignore_eos=True)
 
 
 def _documents(count: int, seed: int, tokens: int) -> list[str]:

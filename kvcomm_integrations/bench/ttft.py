@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +31,8 @@ from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingO
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.reuse.gate import PROOF
+from kvcomm_integrations.reuse.policies.base import Edge
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
 DENSE = "dense"
@@ -92,6 +94,8 @@ class TtftBench:
         self.engine = engine
         self.team = team
         self.ways = (DENSE, *policies)
+        self.audited: list[dict[str, Any]] = []
+        """Audits of the rounds to learn from, in order."""
         self._answers: dict[int, list[Ids]] = {}
         self._questions: dict[int, Ids] = {}
         self._runs = 0
@@ -113,7 +117,14 @@ class TtftBench:
             yield f"{last} learns"
             self._answer(last, number, teach=True, tokens=1)
         self.engine.drain(timeout=300)
+        for audits in self.engine.call_workers("kvcomm_take_audits"):
+            self.audited += audits
         self.engine.reset_prefix_cache()
+
+    def divergence(self, agent: str, policy: str) -> float | None:
+        """Mean KL of an agent's first token in its latest audits, nats; ``None`` if it had none."""
+        audits = [a["kl"][0] for a in self.audited if a["policy"] == policy and agent in _targets(a)]
+        return mean(audits[-PROOF:]) if audits else None
 
     def measure(self, number: int, samples: dict[str, list[Samples]] | None) -> Iterator[str]:
         """Time every agent's first token on one round; yields what is being done."""
@@ -232,6 +243,10 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _targets(audit: dict[str, Any]) -> set[str]:
+    return {Edge(*edge).target for edge in audit["edges"]}
+
+
 def _variants(policies: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in policies if ":" in name)
 
@@ -250,7 +265,7 @@ def _figures(samples: dict[str, list[Samples]], bench: TtftBench) -> dict[str, l
     first = bench.measured.start + 1
     return {
         name: [
-            _agent(index, dense, reuse)
+            _agent(index, dense, reuse) | {"audited_kl": bench.divergence(bench.team.names[index - 1], name)}
             for index, (dense, reuse) in enumerate(zip(samples[DENSE], samples[name], strict=True), first)
         ]
         for name in bench.ways[1:]
@@ -289,7 +304,7 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
         "agent": "index", "prompt": "prompt_tokens", "exact": "exact", "loaded": "loaded", "repaired": "repaired",
         "computed": "computed", "dense ms": "ttft_dense_ms", "p95": "ttft_dense_p95_ms", "reuse ms": "ttft_reuse_ms",
         "p95 ": "ttft_reuse_p95_ms", "times": "speedup", "plan": "plan_ms", "load": "load_ms", "repair": "repair_ms",
-        "rest": "forward_ms", "share": "load_share",
+        "rest": "forward_ms", "share": "load_share", "audit KL": "audited_kl",
     }  # fmt: skip
     for setting in settings:
         size = setting["sizes"]
@@ -301,9 +316,10 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
             for column in columns:
                 table.add_column(column, justify="right")
             for agent in agents:
-                table.add_row(*(f"{agent[key]:g}" for key in columns.values()))
+                table.add_row(*("" if agent[key] is None else f"{agent[key]:.4g}" for key in columns.values()))
             console.print(table)
     console.print(
         "Medians. load holds correction, rotation and write, share is in units of the dense prefill it replaces; "
-        "rest is vLLM's own forward with all that surrounds it."
+        "rest is vLLM's own forward with all that surrounds it. audit KL: nats, mean of the first token's in the last "
+        f"{PROOF} rounds to learn from."
     )

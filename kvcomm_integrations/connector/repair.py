@@ -5,8 +5,8 @@ own block table. Every layer writes the new KV of all rows before it attends, so
 known KV is exact, so is the result, bit for bit; rows of a single token take the engine's decoding kernel and agree to
 its rounding.
 
-On a CPU the step's own forward takes the gaps along as further rows (see ``VirtualBatch.join``): the model's weights are
-read once instead of twice. Its kernel divides the work by the whole batch, so results agree to rounding there.
+On a CPU the step's own forward takes the gaps along as further rows (see ``VirtualBatch.join``): all weights are read
+once instead of twice. Its kernel divides the work by the whole batch, so results agree to rounding there.
 """
 
 from __future__ import annotations

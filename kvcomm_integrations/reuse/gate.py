@@ -25,7 +25,9 @@ AUDITS_KEPT = 32
 FRESH_EXAMPLES = 8
 """Examples to learn after a verdict before it is given up."""
 PROOF = 4
-"""Fewest audits that can prove an edge."""
+"""Fewest audits that can prove an edge, and that can prove half the depth enough."""
+MOST_PROOFS = 3
+"""Proofs after which the repair is not made shallower: a quarter of ``mature_depth``."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Health(StrEnum):
     """What audits have made of an edge."""
 
     PROVEN = "proven"
-    """A familiar content is repaired no deeper than ``mature_depth``, however long it is."""
+    """A familiar content is repaired no deeper than ``mature_depth``, however long it is; with each further proof half
+    as deep."""
     OPEN = "open"
     DEEPER = "deeper"
     """Always repaired twice as deep as an edge without examples."""
@@ -60,9 +63,9 @@ class EdgeHealth:
 
     An edge is open until the mean divergence exceeds the limit with confidence; then it repairs deeper; if that does
     not help it is closed. Fresh examples bring it one step back, from deeper to open only if audits agree. An open edge
-    whose divergence is small with confidence is proven until audits of its shallower repair say otherwise. The
-    divergence of a request spreads about as much as its mean, so ``n`` audits know the mean to within
-    ``mean / sqrt(n)``.
+    whose divergence is small with confidence is proven until audits of its shallower repair say otherwise, and while
+    they stay small each proof halves the repair. The divergence of a request spreads about as much as its mean, so
+    ``n`` audits know the mean to within ``mean / sqrt(n)``.
     """
 
     verdict: Health = Health.OPEN
@@ -72,6 +75,10 @@ class EdgeHealth:
     """The latest divergence, nats; ``None`` before the first audit."""
     reason: str = ""
     """Why the verdict is not what it was at first; empty if it never changed."""
+    proofs: int = 0
+    """How often it has been proven in a row; 0 unless it is proven."""
+    _most_proofs: int = MOST_PROOFS
+    """Further proofs are not sought: audits of a repair half as deep were too large."""
     _examples: int | None = None
     """Examples when the verdict last changed; ``None`` until they are known."""
     _disproved: bool = False
@@ -94,7 +101,11 @@ class EdgeHealth:
             self._examples = examples
         relearned = examples - self._examples >= FRESH_EXAMPLES
         low, high = self.bounds()
-        if self.verdict is Health.PROVEN and low > small:
+        if self.verdict is Health.PROVEN and low > small and self.proofs > 1:
+            self._most_proofs = self.proofs - 1
+            self.proofs = self._most_proofs - 1
+            self._change(Health.PROVEN, examples, f"half as deep: more than {low:.3g} nats, {small:g} wanted")
+        elif self.verdict is Health.PROVEN and low > small:
             self._change(Health.OPEN, examples, f"shallow repair: more than {low:.3g} nats, {small:g} wanted")
             self._disproved = True
         elif self.verdict is not Health.CLOSED and low > limit:
@@ -104,7 +115,7 @@ class EdgeHealth:
             self._change(Health.DEEPER, examples, f"closed by audits, then {FRESH_EXAMPLES} fresh examples")
         elif self.verdict is Health.DEEPER and relearned and high < limit:
             self._change(Health.OPEN, examples, f"fresh examples, and audits below {high:.3g} nats")
-        elif self.verdict is Health.OPEN and high < small and self._may_be_proven(relearned):
+        elif high < small and self._may_be_proven(relearned):
             self._change(Health.PROVEN, examples, f"{len(self.audits)} audits: less than {high:.3g} nats")
         return self.verdict
 
@@ -119,9 +130,12 @@ class EdgeHealth:
         return max(0.0, mean * (1 - error)), mean * (1 + error)
 
     def _may_be_proven(self, relearned: bool) -> bool:
-        return len(self.audits) >= PROOF and (relearned or not self._disproved)
+        """Open, or proven and not yet as often as it can be; after a disproof only with fresh examples."""
+        left = self.verdict is Health.OPEN or (self.verdict is Health.PROVEN and self.proofs < self._most_proofs)
+        return left and len(self.audits) >= PROOF and (relearned or not self._disproved)
 
     def _change(self, verdict: Health, examples: int, reason: str) -> None:
+        self.proofs = self.proofs + 1 if verdict is Health.PROVEN else 0
         self.verdict = verdict
         self.reason = reason
         self.audits.clear()
@@ -155,11 +169,12 @@ def decide(
     deep = min(reach, tokens // 2)
     if verdict is Health.DEEPER:
         return GateDecision(True, deep, "audits ask for deeper repair")
-    proven = verdict is Health.PROVEN
-    shallow = min(deep, config.mature_depth if proven else max(config.mature_depth, tokens // 8))
+    proofs = 0 if health is None else health.proofs
+    least = config.mature_depth >> (proofs - 1) if proofs else max(config.mature_depth, tokens // 8)
+    shallow = min(deep, least)
     maturity = trust * min(1.0, examples / config.mature_examples)
     depth = deep - math.floor((deep - shallow) * maturity)
-    if proven and maturity == 1:
+    if proofs and maturity == 1:
         return GateDecision(True, depth, "audits prove a shallow repair enough")
     return GateDecision(True, depth, _reason(readiness, trust, config))
 

@@ -98,6 +98,22 @@ def test_small_audits_prove_an_edge_until_audits_of_its_shallow_repair_say_other
     assert health.judge(0.5, 9 + FRESH_EXAMPLES, 0.05) is Health.PROVEN
 
 
+def test_each_further_proof_halves_the_repair_until_audits_say_otherwise():
+    health, config, ready = EdgeHealth(), ReuseConfig(small_divergence=0.05), Readiness(9, True, 0.5)
+
+    def depth_after(divergence, audits=PROOF):
+        for _ in range(audits):
+            health.audited(divergence)
+        return decide(ready, config, tokens=1000, health=health).repair_depth
+
+    assert [depth_after(0.01) for _ in range(4)] == [8, 4, 2, 2], "no further than a quarter"
+    assert depth_after(0.4, 32) == 4, "one step back"
+    assert [depth_after(0.01) for _ in range(9)] == [4] * 9, "what was too shallow once is not tried again"
+    assert depth_after(0.4, 32) == 8
+    assert depth_after(0.4, 32) == 32
+    assert health.verdict is Health.OPEN
+
+
 def test_proof_can_be_switched_off_and_never_goes_beyond_the_limit():
     for config in (ReuseConfig(), ReuseConfig(small_divergence=0.05, max_divergence=0.001)):
         health = EdgeHealth()

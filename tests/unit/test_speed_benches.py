@@ -48,6 +48,15 @@ class Clock:
             last = number == count - 1
             yield Delta(token_ids=(number,), ttft_ms=(80.0 if slow else 10.0) if last else None, report=report)
 
+    def call_workers(self, method: str) -> list[list[dict[str, Any]]]:
+        assert method == "kvcomm_take_audits"
+        audits = [
+            {"policy": p, "kl": [0.25], "edges": [["a", r.params.agent, "name", ""]]}
+            for r in self.requests
+            for p in r.params.audit
+        ]
+        return [audits, []]
+
     def drain(self, timeout: float = 30.0) -> None:
         pass
 
