@@ -91,9 +91,11 @@ class ServeBench:
         engine: the engine to load.
         team: whose prompts are sent.
         graph: one of ``GRAPHS``.
+        audits: sessions to learn from are audited.
     """
 
-    def __init__(self, engine: InProcessEngine, team: PaperTeam, graph: str) -> None:
+    def __init__(self, engine: InProcessEngine, team: PaperTeam, graph: str, *, audits: bool = False) -> None:
+        self.audits = audits
         self.engine = engine
         self.team = team
         self.graph = graph
@@ -143,6 +145,8 @@ class ServeBench:
         params = prompt.params(
             agent=agent, session=f"{mode}-{number}", response_name=f"agent:{agent}:response", mode=mode
         )
+        if mode is Mode.OBSERVE and self.audits:
+            params = params.model_copy(update={"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0})
         sampling = answering(self.team.sizes.output, seed=1000 * number + self.team.names.index(agent))
         return GenerationRequest(prompt, params, sampling, cache_salt=mode.value)
 
@@ -155,7 +159,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """
     heard(args.graph, 0)
     sizes = Sizes(args.prefix, args.input, args.output)
-    reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES)
+    reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
     longest = sizes.prefix + sizes.input + args.agents * (sizes.output + 32) + 64
     engine = InProcessEngine(
         EngineConfig(
@@ -166,7 +170,8 @@ def run_serve(args: argparse.Namespace) -> int:
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("starting vLLM", total=None)
-            bench = ServeBench(engine, PaperTeam(engine.tokenizer, args.agents, sizes, args.seed), args.graph)
+            team = PaperTeam(engine.tokenizer, args.agents, sizes, args.seed)
+            bench = ServeBench(engine, team, args.graph, audits=args.small_divergence > 0)
             progress.update(task, description="learning")
             bench.run(range(args.warmup), Mode.OBSERVE, min(args.warmup, max(args.concurrency)), None, args.seed)
             bench.run(range(1), Mode.DENSE, 1, None, args.seed)
