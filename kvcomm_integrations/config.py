@@ -127,8 +127,8 @@ class ReuseConfig(Settings):
     """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
     small_divergence: float = Field(default=0.0, ge=0)
     """First-token KL (nats) below which, by its audits, a mature edge repairs only ``mature_depth`` tokens of contents
-    of any length, then half and a quarter of that as long as audits agree: faster on long contents, and a little further
-    from dense. 0: never."""
+    of any length, then half and a quarter of that as long as audits agree: faster on long contents, and a little
+    further from dense. 0: never."""
     max_faults: int = Field(default=5, ge=0)
     """Faults in a row after which reuse switches itself off for ``fault_pause_s``; 0: never."""
     fault_pause_s: float = Field(default=60.0, gt=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvcomm_integrations import cli
 from kvcomm_integrations.bench import overhead, serve, ttft
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.memory import state_sizes
-from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
+from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes, answering
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Delta, GenerationRequest
@@ -174,7 +175,36 @@ def test_serve(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyt
     assert cli.main(["bench", "serve", *options, "--graph", "ring"]) == 2
 
 
-def test_overhead(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("divergence", ["0", "0.05"])
+def test_only_where_audits_can_prove_edges_are_there_audits(
+    clock: type[Clock], demo_model: Path, tmp_path: Path, divergence: str
+) -> None:
+    out, proving = tmp_path / "ttft.json", divergence != "0"
+    options = ["--model", str(demo_model), "--fast", "--small-divergence", divergence]
+    assert cli.main(["bench", "ttft", *options, "--json", str(out)]) == 0
+    assert {agent["audited_kl"] for agent in json.loads(out.read_text())["agents"]} == {0.25 if proving else None}
+    assert cli.main(["bench", "serve", *options]) == 0
+    for engine in clock.made:
+        assert engine.config.reuse.small_divergence == float(divergence)
+        assert any(request.params.audit for request in engine.requests) == proving
+        assert not any(request.params.audit for request in engine.requests if not request.params.teach)
+
+
+def test_answers_are_drawn_and_the_same_in_every_run() -> None:
+    assert answering(32, seed=7) == answering(32, seed=7)
+    assert answering(32, seed=7).temperature
+
+
+def test_overhead(
+    clock: type[Clock],
+    monkeypatch: pytest.MonkeyPatch,
+    demo_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(overhead, "REST", 0.0)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "")  # put back what it was, whatever happens to it
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     out = tmp_path / "overhead.json"
     assert cli.main(["bench", "overhead", "--model", str(demo_model), "--fast", "--json", str(out)]) == 0
     assert "reuse off" in capsys.readouterr().out
@@ -184,6 +214,8 @@ def test_overhead(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: 
     assert not off.config.reuse.enabled and on.config.reuse.enabled and plain.closed
     sent = [[r.prompt.token_ids for r in engine.requests] for engine in (plain, off, on)]
     assert sent[0] == sent[1] == sent[2] and len(sent[0]) == len(set(sent[0])) == 3 * 3
+    cores = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    assert cores == ",".join(map(str, sorted(os.sched_getaffinity(0)))), "vLLM would give each engine another number"
 
 
 @pytest.mark.parametrize(("graph", "expected"), [("full", [0, 1, 2]), ("chain", [2]), ("star", [0])])
