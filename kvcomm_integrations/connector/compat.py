@@ -289,8 +289,8 @@ class VirtualBatch:
 
     def join(self, done: Callable[[float], None]) -> bool:
         """Have the step's own forward, which is about to run, compute these rows with its own: all weights are read
-        once instead of twice. The result is the same to rounding, as in any batch of the engine's. Only on a CPU,
-        where a step's rows are neither padded nor captured.
+        once instead of twice. The result is the same to rounding, as in any batch of the engine's. Only on a CPU
+        without compilation, where a step's rows are neither padded nor captured.
 
         Args:
             done: told afterwards how many milliseconds that took, in proportion to the tokens.
@@ -409,7 +409,8 @@ class _Step:
 
 def _step_context(runner: Any) -> _Step | None:
     """The forward in whose context this is called, if rows can be added to it."""
-    if torch.device(runner.device).type != "cpu" or not is_forward_context_available():
+    eager = runner.vllm_config.model_config.enforce_eager  # what is compiled or captured may be so for certain sizes
+    if torch.device(runner.device).type != "cpu" or not eager or not is_forward_context_available():
         return None
     context = get_forward_context()
     shape = _Shape(context.attn_metadata, context.slot_mapping, context.is_padding)

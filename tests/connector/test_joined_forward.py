@@ -47,7 +47,10 @@ def make_runner(most_tokens: int = 64) -> SimpleNamespace:
         model=Model(),
         attn_groups=[[SimpleNamespace(get_metadata_builder=Builder)]],
         kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])]),
-        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens)),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens),
+            model_config=SimpleNamespace(enforce_eager=True),
+        ),
     )
 
 
@@ -155,7 +158,12 @@ def _on_a_gpu(runner: Any) -> ForwardContext:
     return context
 
 
-@pytest.mark.parametrize("make", [_no_context, _padded, _no_attention, _too_long, _on_a_gpu])
+def _compiled(runner: Any) -> ForwardContext:
+    runner.vllm_config.model_config.enforce_eager = False
+    return step_of(runner, [7, 8, 9], 20)
+
+
+@pytest.mark.parametrize("make", [_no_context, _padded, _no_attention, _too_long, _on_a_gpu, _compiled])
 def test_where_nothing_can_join_nothing_happens(make: Any) -> None:
     runner = make_runner()
     batch = rows(runner, [1, 2], 5, [4])
