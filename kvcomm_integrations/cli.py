@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvcomm_integrations import __version__
-from kvcomm_integrations.bench.options import add_speed_benchmarks
+from kvcomm_integrations.bench.options import add_small_divergence, add_speed_benchmarks
 from kvcomm_integrations.doctor.command import add_commands as add_doctor
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.report.commands import add_commands as add_report_commands
@@ -162,6 +162,7 @@ def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--gate", choices=("maturity", "entropy"), default="maturity", help="entropy: as in the papers (%(default)s)"
     )
+    add_small_divergence(parser)
     parser.add_argument("--max-tokens", type=_at_least_one, default=48, metavar="N", help="length of answers, tokens")
     parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="positions compared")
     parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")

@@ -49,6 +49,7 @@ def run_fidelity(args: argparse.Namespace) -> int:
         max_repair_share=1.0,
         variants=variants,
         state_bytes=STATE_BYTES,
+        small_divergence=args.small_divergence,
     )
     engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse))
     try:

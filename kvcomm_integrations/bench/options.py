@@ -88,12 +88,13 @@ def _add_ttft(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument(
         "--from-agent", type=at_least_one, default=1, metavar="N", help="first agent measured (%(default)s)"
     )
-    _small_divergence(parser)
+    add_small_divergence(parser)
     parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
 
 
-def _small_divergence(parser: argparse.ArgumentParser) -> None:
+def add_small_divergence(parser: argparse.ArgumentParser) -> None:
+    """The option that lets audits prove edges."""
     parser.add_argument(
         "--small-divergence", type=float, default=0.0, metavar="NATS",
         help="let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)",
@@ -125,7 +126,7 @@ def _add_serve(kinds: Kinds, prepare: Prepare) -> None:
     parser.add_argument(
         "--warmup", type=at_least_one, default=4, metavar="N", help="sessions to learn from (%(default)s)"
     )
-    _small_divergence(parser)
+    add_small_divergence(parser)
 
 
 def _add_overhead(kinds: Kinds, prepare: Prepare) -> None:

@@ -299,7 +299,7 @@ def _load_share(dense: Samples, reuse: Samples) -> float:
 
 
 def _show(settings: Sequence[dict[str, Any]]) -> None:
-    console = Console(width=140)
+    console = Console(width=160)
     columns = {
         "agent": "index", "prompt": "prompt_tokens", "exact": "exact", "loaded": "loaded", "repaired": "repaired",
         "computed": "computed", "dense ms": "ttft_dense_ms", "p95": "ttft_dense_p95_ms", "reuse ms": "ttft_reuse_ms",
