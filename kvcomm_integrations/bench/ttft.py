@@ -298,6 +298,12 @@ def _load_share(dense: Samples, reuse: Samples) -> float:
     return reuse.middle("load_ms") / (dense.median * loaded / (loaded + repaired + computed))
 
 
+def _cell(figure: float | None) -> str:
+    if figure is None:
+        return ""
+    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.4g}"
+
+
 def _show(settings: Sequence[dict[str, Any]]) -> None:
     console = Console(width=160)
     columns = {
@@ -316,7 +322,7 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
             for column in columns:
                 table.add_column(column, justify="right")
             for agent in agents:
-                table.add_row(*("" if agent[key] is None else f"{agent[key]:.4g}" for key in columns.values()))
+                table.add_row(*(_cell(agent[key]) for key in columns.values()))
             console.print(table)
     console.print(
         "Medians. load holds correction, rotation and write, share is in units of the dense prefill it replaces; "
