@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -92,6 +93,8 @@ class WorkerHalf:
         self._arrivals: Arrivals | None = None
         """Harvests on their way to where they are kept; ``None`` where they are there at once."""
         self._report = WorkerReport()
+        self._joined = False
+        """The repair pass waits for the step's forward to do its work."""
         self._released: set[str] = set()
         self._changed = True
         """Something was stored or dropped since the latest statistics."""
@@ -236,7 +239,8 @@ class WorkerHalf:
             return f"the repair pass failed ({fault})"
         try:
             self.faults.strike(Seam.FORWARD)
-            if not forward.join(lambda ms: self._add_repair(jobs, ms)):
+            self._joined = forward.join(lambda ms: self._add_repair(jobs, ms))
+            if not self._joined:
                 forward()
         except Exception as error:
             self._end_if_others_wait("the repair pass", error)
@@ -247,6 +251,7 @@ class WorkerHalf:
 
     def _add_repair(self, jobs: list[LoadJob], ms: float) -> None:
         """The step's forward has done the repair pass's work, in so many milliseconds of its own."""
+        self._joined = False
         for job in jobs:
             result = self._report.loads[job.req_id]
             self._report.loads[job.req_id] = replace(result, repair_ms=result.repair_ms + ms)
@@ -280,7 +285,15 @@ class WorkerHalf:
     # ---- after the forward -----------------------------------------------------------------------------------------
 
     def save(self, meta: StepMetadata) -> None:
-        """Audit, learn, drop and harvest as ordered; none of it can harm the requests."""
+        """Audit, learn, drop and harvest as ordered; none of it can harm the requests.
+
+        Raises:
+            EngineError: the forward did not compute what had joined it; the engine ends rather than go on from nothing.
+        """
+        if self._joined and sys.exception() is None:  # a forward that failed says so itself
+            raise EngineError(
+                "vLLM's forward went round the repair pass that had joined it: set repair=False, report it"
+            )
         self._changed = self._changed or bool(meta.drops or meta.harvests)
         outdated = meta.weights != self.weights  # the scheduler half withdraws what it has ordered, once it has heard
         if outdated:

@@ -103,8 +103,8 @@ class EdgeHealth:
         low, high = self.bounds()
         if self.verdict is Health.PROVEN and low > small and self.proofs > 1:
             self._most_proofs = self.proofs - 1
-            self.proofs = self._most_proofs - 1
-            self._change(Health.PROVEN, examples, f"half as deep: more than {low:.3g} nats, {small:g} wanted")
+            reason = f"half as deep: more than {low:.3g} nats, {small:g} wanted"
+            self._change(Health.PROVEN, examples, reason, self._most_proofs)
         elif self.verdict is Health.PROVEN and low > small:
             self._change(Health.OPEN, examples, f"shallow repair: more than {low:.3g} nats, {small:g} wanted")
             self._disproved = True
@@ -116,7 +116,8 @@ class EdgeHealth:
         elif self.verdict is Health.DEEPER and relearned and high < limit:
             self._change(Health.OPEN, examples, f"fresh examples, and audits below {high:.3g} nats")
         elif high < small and self._may_be_proven(relearned):
-            self._change(Health.PROVEN, examples, f"{len(self.audits)} audits: less than {high:.3g} nats")
+            reason = f"{len(self.audits)} audits: less than {high:.3g} nats"
+            self._change(Health.PROVEN, examples, reason, self.proofs + 1)
         return self.verdict
 
     def bounds(self) -> tuple[float, float]:
@@ -134,8 +135,8 @@ class EdgeHealth:
         left = self.verdict is Health.OPEN or (self.verdict is Health.PROVEN and self.proofs < self._most_proofs)
         return left and len(self.audits) >= PROOF and (relearned or not self._disproved)
 
-    def _change(self, verdict: Health, examples: int, reason: str) -> None:
-        self.proofs = self.proofs + 1 if verdict is Health.PROVEN else 0
+    def _change(self, verdict: Health, examples: int, reason: str, proofs: int = 0) -> None:
+        self.proofs = proofs
         self.verdict = verdict
         self.reason = reason
         self.audits.clear()

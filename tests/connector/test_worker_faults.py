@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from kvcomm_integrations.connector.metadata import (
 )
 from kvcomm_integrations.connector.rescue import MEMORY
 from kvcomm_integrations.connector.worker import FAILED_ALONE, WorkerHalf
-from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.errors import ConfigurationError, EngineError
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
 SPAN = LoadSpan(7, offset=0, start=20, end=40, edge=EDGE)
@@ -91,6 +92,32 @@ def test_a_failed_load_is_computed_whole(half: WorkerHalf, rescued: list[Any], s
     assert half.bad_blocks.take() == set()
     half.load(StepMetadata(loads=[JOB]))
     assert report_of(half).loads["r"].fault == ""
+
+
+def test_a_forward_that_went_round_what_had_joined_it_ends_the_engine(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens would be counted as repaired, and the answer made from nothing."""
+    asked: list[Any] = []
+    joining = SimpleNamespace(join=lambda done: asked.append(done) or True)
+    monkeypatch.setattr(worker_module, "prepare_repair", lambda *args: joining)
+    half.repair_refusal = None
+    gappy = LoadJob("gappy", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), tuple(range(24)), 16, 40)
+    half.load(StepMetadata(loads=[gappy]))
+
+    def fail_and_save() -> None:
+        try:
+            raise RuntimeError("the model failed")
+        finally:
+            half.save(StepMetadata())
+
+    with pytest.raises(EngineError, match="went round"):
+        half.save(StepMetadata())
+    with pytest.raises(RuntimeError, match="the model failed"):
+        fail_and_save()
+    asked[0](5.0)
+    half.save(StepMetadata())
+    assert report_of(half).loads["gappy"].repair_ms >= 5
 
 
 def test_without_a_repair_pass_vllm_hears_of_the_blocks(half: WorkerHalf) -> None:
