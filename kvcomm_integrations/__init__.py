@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcomm_integrations.langchain import ChatKVComm
     from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
 
-__version__ = "0.1.0"
+from kvcomm_integrations._version import __version__
 
 __all__ = [
     "ChatKVComm",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from kvcomm_integrations import __version__
-from kvcomm_integrations.bench.options import add_small_divergence, add_speed_benchmarks
-from kvcomm_integrations.doctor.command import add_commands as add_doctor
+from kvcomm_integrations._version import __version__
+from kvcomm_integrations.bench.speed_options import add_small_divergence, add_speed_benchmarks
+from kvcomm_integrations.doctor.diagnose import add_commands as add_doctor
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.report.commands import add_commands as add_report_commands
 
@@ -128,7 +128,7 @@ def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _serve(args: argparse.Namespace) -> int:
-    run_serve: Command = import_module("kvcomm_integrations.serve.command").run_serve
+    run_serve: Command = import_module("kvcomm_integrations.serve.launch").run_serve
     return run_serve(args)
 
 
@@ -222,7 +222,7 @@ def _demo_model() -> str:
 
 
 def _bench_planning(args: argparse.Namespace) -> int:
-    run: Command = import_module("kvcomm_integrations.bench.planning").run_planning
+    run: Command = import_module("kvcomm_integrations.bench.plan_cost").run_planning
     return run(args)
 
 
@@ -286,12 +286,12 @@ def _add_state(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = kinds.add_parser("show", help="check files and print what they hold")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
-    parser.set_defaults(command=_state("state.command", "show"))
+    parser.set_defaults(command=_state("state.file_commands", "show"))
     parser = kinds.add_parser("merge", help="one file that knows what several replicas have learned")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files to merge; each example once")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
-    parser.set_defaults(command=_state("state.command", "merge"))
+    parser.set_defaults(command=_state("state.file_commands", "merge"))
     for action, text in {
         "save": "have a running server write what it has learned",
         "load": "have a running server learn what a file holds",

@@ -2,7 +2,7 @@
 
 try:
     from kvcomm_integrations.autogen.client import KVCommChatCompletionClient
-    from kvcomm_integrations.autogen.config import KVCommClientConfig
+    from kvcomm_integrations.autogen.client_config import KVCommClientConfig
     from kvcomm_integrations.autogen.identity import session_scope
 except ModuleNotFoundError as err:
     if (err.name or "").partition(".")[0] != "autogen_core":

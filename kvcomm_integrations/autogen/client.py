@@ -24,7 +24,7 @@ from autogen_core.models import (
 from autogen_core.tools import Tool, ToolSchema
 
 from kvcomm_integrations.autogen.cancellation import until_cancelled
-from kvcomm_integrations.autogen.config import KVCommClientConfig, checked
+from kvcomm_integrations.autogen.client_config import KVCommClientConfig, checked
 from kvcomm_integrations.autogen.events import log_call, log_stream_end, log_stream_start
 from kvcomm_integrations.autogen.identity import Identity, identify, note_calls
 from kvcomm_integrations.autogen.messages import (
@@ -37,14 +37,14 @@ from kvcomm_integrations.autogen.messages import (
 from kvcomm_integrations.autogen.model_info import model_info, shows_every_system_message
 from kvcomm_integrations.autogen.options import JsonOutput, sampling_options
 from kvcomm_integrations.autogen.results import Answer, ThoughtMemory
-from kvcomm_integrations.engines.base import Engine
-from kvcomm_integrations.engines.chat import DEFAULT_TENANT, ChatRuntime, PreparedChat, runtime_for
-from kvcomm_integrations.engines.codecs import named_codec
-from kvcomm_integrations.engines.pieces import Piece
-from kvcomm_integrations.engines.shared import get_engine
-from kvcomm_integrations.engines.tool_codec import ToolCodec
+from kvcomm_integrations.chat.chunks import Chunk
+from kvcomm_integrations.chat.detect import named_tool_format
+from kvcomm_integrations.chat.runtime import DEFAULT_TENANT, ChatRuntime, PreparedChat, runtime_for
+from kvcomm_integrations.chat.tool_format import ToolFormat
+from kvcomm_integrations.engines.interface import Engine
+from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import RequestReport
@@ -281,7 +281,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
             },
         )
 
-    async def _pieces(self, call: _Call) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, call: _Call) -> AsyncGenerator[Chunk, None]:
         runtime = self.runtime
         chat = await asyncio.to_thread(self._prepare, runtime, call)  # may read files and start the engine
         stream = runtime.stream(chat, timeout=call.timeout, retries=self._config.max_retries)
@@ -316,9 +316,9 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
             return list(messages)
         return merge_system_messages(messages)
 
-    def _codec(self) -> ToolCodec | None:
+    def _codec(self) -> ToolFormat | None:
         if self._config.tool_parser or self._config.reasoning_parser:
-            return named_codec(self._config.tool_parser, self._config.reasoning_parser)
+            return named_tool_format(self._config.tool_parser, self._config.reasoning_parser)
         return None
 
     async def close(self) -> None:

@@ -17,8 +17,8 @@ from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent, LLMStreamStart
 from autogen_core.models import CreateResult
 
 from kvcomm_integrations.autogen.identity import Identity
-from kvcomm_integrations.engines.pieces import LastPiece
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.chat.chunks import FinalChunk
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 logger = logging.getLogger(EVENT_LOGGER_NAME)
 
@@ -27,7 +27,7 @@ def log_call(
     messages: Sequence[ChatMessage],
     tools: Sequence[dict[str, Any]],
     result: CreateResult,
-    end: LastPiece,
+    end: FinalChunk,
     *,
     model: str,
     who: Identity,
@@ -60,7 +60,7 @@ def log_stream_start(
         logger.info(event)
 
 
-def log_stream_end(result: CreateResult, end: LastPiece, *, model: str, who: Identity) -> None:
+def log_stream_end(result: CreateResult, end: FinalChunk, *, model: str, who: Identity) -> None:
     """Report a finished stream."""
     if logger.isEnabledFor(logging.INFO):
         event = LLMStreamEndEvent(
@@ -78,7 +78,7 @@ def _json(result: CreateResult) -> dict[str, Any]:
     return plain
 
 
-def _extra(end: LastPiece, model: str, who: Identity) -> dict[str, Any]:
+def _extra(end: FinalChunk, model: str, who: Identity) -> dict[str, Any]:
     return {
         "model": model,
         "agent": who.agent,

@@ -18,7 +18,7 @@ from autogen_core.models import (
 from autogen_core.tools import Tool, ToolSchema
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 SplitThought = Callable[[Sequence[FunctionCall], str], tuple[str, str]]

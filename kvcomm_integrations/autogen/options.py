@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 from autogen_core.models import ModelInfo
 from pydantic import BaseModel
 
-from kvcomm_integrations.autogen.config import CreateArguments
-from kvcomm_integrations.engines.base import SamplingOptions
+from kvcomm_integrations.autogen.client_config import CreateArguments
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
 
 JsonOutput = bool | type[BaseModel] | None

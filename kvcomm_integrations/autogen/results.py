@@ -17,8 +17,8 @@ from autogen_core.models import (
     TopLogprob,
 )
 
-from kvcomm_integrations.engines.base import TokenLogprob
-from kvcomm_integrations.engines.pieces import LastPiece, Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import EngineError
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -34,11 +34,11 @@ class Answer:
         self.text = ""
         self.calls: list[FunctionCall] = []
         self._by_index: dict[int, FunctionCall] = {}
-        self._end: LastPiece | None = None
+        self._end: FinalChunk | None = None
         self._thinking = False
 
     @property
-    def end(self) -> LastPiece:
+    def end(self) -> FinalChunk:
         """The last piece.
 
         Raises:
@@ -48,10 +48,10 @@ class Answer:
             raise EngineError("the answer ended before its last piece; the engine may have died, see its log")
         return self._end
 
-    def add(self, piece: Piece) -> list[str]:
+    def add(self, piece: Chunk) -> list[str]:
         """Take one piece; what a stream shows of it. Thinking is shown between ``<think>`` tags."""
         shown: list[str] = []
-        if isinstance(piece, ReasoningPiece):
+        if isinstance(piece, ReasoningChunk):
             self.reasoning += piece.text
             shown.append(piece.text if self._thinking else THINK_OPEN + piece.text)
             self._thinking = True
@@ -59,17 +59,17 @@ class Answer:
         if self._thinking:
             shown.append(THINK_CLOSE)
             self._thinking = False
-        if isinstance(piece, TextPiece):
+        if isinstance(piece, TextChunk):
             self.text += piece.text
             if piece.text:
                 shown.append(piece.text)
-        elif isinstance(piece, ToolCallPiece):
+        elif isinstance(piece, CallChunk):
             self._add_call(piece)
         else:
             self._end = piece
         return shown
 
-    def _add_call(self, piece: ToolCallPiece) -> None:
+    def _add_call(self, piece: CallChunk) -> None:
         call = self._by_index.get(piece.index)
         if call is None:
             call = self._by_index[piece.index] = FunctionCall(id="", arguments="", name="")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvcomm_integrations.bench.machine import milliseconds
+from kvcomm_integrations.bench.peak_rates import milliseconds
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.candidates import Planner
-from kvcomm_integrations.connector.contents import Contents
-from kvcomm_integrations.connector.edges import EdgeBook
-from kvcomm_integrations.connector.index import ReferenceIndex
-from kvcomm_integrations.connector.plan import make_plan
-from kvcomm_integrations.connector.tracking import Tracked, WorkersState
-from kvcomm_integrations.connector.waiting import wants_promised
+from kvcomm_integrations.connector.scheduler import wants_promised
 from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.planning.content_keys import Contents
+from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.plan import make_plan
+from kvcomm_integrations.planning.planner import Planner
+from kvcomm_integrations.planning.reference_index import ReferenceIndex
+from kvcomm_integrations.planning.request_state import RequestState, WorkersState
 from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 
 TOKENS = 4096
@@ -28,7 +28,7 @@ def admission_steps(repeats: int) -> list[tuple[str, float]]:
     """Milliseconds of each step for one content of ``TOKENS`` tokens over an edge with ``EXAMPLES`` examples."""
     config = ReuseConfig()
     index = ReferenceIndex(config.store_bytes, 1, 1)
-    edges, contents = EdgeBook(config), Contents(config, index)
+    edges, contents = EdgeTable(config), Contents(config, index)
     planner = Planner(config, index, edges, contents, WorkersState(disabled="", repair_refusal=None, verified=True))
     tracked = _request()
     content = tracked.params.segments[1]
@@ -55,7 +55,7 @@ def admission_steps(repeats: int) -> list[tuple[str, float]]:
     ]
 
 
-def _request() -> Tracked:
+def _request() -> RequestState:
     segments = (
         Segment(kind=SegmentKind.FIXED, start=0, end=PREFIX),
         Segment(kind=SegmentKind.PLACEHOLDER, name="user_question", start=PREFIX, end=PREFIX + TOKENS),
@@ -64,4 +64,4 @@ def _request() -> Tracked:
     ids = [(7 * i) % 49_152 for i in range(PREFIX + TOKENS + 8)]
     request: Any = SimpleNamespace(prompt_token_ids=ids, num_prompt_tokens=len(ids), cache_salt=None)
     guard: Any = None
-    return Tracked(request, KVCommParams(agent="solver", segments=segments), '["", "default"]', "ridge", guard)
+    return RequestState(request, KVCommParams(agent="solver", segments=segments), '["", "default"]', "ridge", guard)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
-from kvcomm_integrations.engines.base import GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import GenerationRequest, SamplingOptions
 from kvcomm_integrations.wire import Mode
 
 

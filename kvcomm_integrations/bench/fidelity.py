@@ -23,7 +23,7 @@ from kvcomm_integrations.bench.rounds import rounds
 from kvcomm_integrations.bench.scores import Score, as_config, chosen_contents, chosen_policies, save, show_scores
 from kvcomm_integrations.config import EngineConfig, Gate, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.reuse.policies import POLICY_NAMES, policy_traits
+from kvcomm_integrations.reuse.traits import POLICY_NAMES, policy_traits
 from kvcomm_integrations.wire import Mode
 
 CURVE = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 9), (9, 17))

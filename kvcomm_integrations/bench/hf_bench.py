@@ -14,8 +14,10 @@ from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.bench.scores import Score
 from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.references import Reference
 from kvcomm_integrations.wire import SegmentKind
 
@@ -125,7 +127,7 @@ class Bench:
             reference = load.piece.reference
             part = KV(*(s[:, :, load.offset : load.offset + load.end - load.start] for s in reference.kv))
             estimate = policy.correct(load.piece.edge, part, load.offset)
-            first = load.start if policy.rotates else reference.position + load.offset
+            first = load.start if policy.traits.rotates else reference.position + load.offset
             estimate = self.model.rotated(estimate, first)
             for side, new in zip(kv, estimate, strict=True):
                 side[:, :, load.start : load.end] = new
@@ -147,7 +149,7 @@ class Bench:
 
     def _learn(self, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
         for policy in self.policies.values():
-            for piece in pieces(prompt, agent, self._memory, policy) if policy.learns else ():
+            for piece in pieces(prompt, agent, self._memory, policy) if policy.traits.learns else ():
                 start = piece.segment.start
                 reference = KV(*(side[:, :, : piece.tokens] for side in piece.reference.kv))
                 policy.observe(piece.edge, reference, self.model.plain(dense.kv, start, start + piece.tokens))

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.rope import Rope
 
 

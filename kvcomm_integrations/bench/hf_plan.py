@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.planning.gate import GateDecision, decide
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
-from kvcomm_integrations.reuse.gate import GateDecision, decide
-from kvcomm_integrations.reuse.policies.base import Edge, Policy, Readiness
+from kvcomm_integrations.reuse.edge import Edge, Readiness
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.references import Reference
 from kvcomm_integrations.wire import Segment, SegmentKind
 
@@ -85,14 +86,14 @@ def pieces(prompt: SegmentedPrompt, agent: str, memory: Memory, policy: Policy) 
 
     That includes template text where the policy does not repair it.
     """
-    shared = memory.shared | memory.chain if policy.chains else memory.shared
+    shared = memory.shared | memory.chain if policy.traits.chains else memory.shared
     found = []
     for number, segment in enumerate(covered(prompt)[1:], 1):
         content = tuple(prompt.token_ids[segment.start : segment.end])
         if segment.kind is SegmentKind.PLACEHOLDER:
             reference, name = shared.get(content), segment.name
         else:
-            reference, name = (None if policy.repairs else memory.fixed.get((agent, content))), f"fixed:{number}"
+            reference, name = (None if policy.traits.repairs else memory.fixed.get((agent, content))), f"fixed:{number}"
         if reference is not None:
             tokens = min(reference.tokens, segment.end - segment.start)
             found.append(Piece(segment, reference, Edge(reference.source, agent, name), tokens))
@@ -109,7 +110,7 @@ def make_plan(prompt: SegmentedPrompt, agent: str, memory: Memory, policy: Polic
         decision = _decide(piece, policy, memory.examples, config)
         if decision.unpredictable:
             return None
-        start = piece.segment.start + (decision.repair_depth if policy.repairs else 0)
+        start = piece.segment.start + (decision.repair_depth if policy.traits.repairs else 0)
         end = min(piece.segment.start + piece.tokens, len(prompt.token_ids) - 1)
         if decision.load and end > start:
             loads.append(Load(piece, start, end))
@@ -129,6 +130,6 @@ def _decide(piece: Piece, policy: Policy, examples: Mapping[Edge, int], config: 
         return GateDecision(True, 0, "template text")
     known = policy.ready(piece.edge, piece.reference.kv)
     # A policy that learns nothing repairs as deep as one that has seen the edge's examples.
-    seen = known.examples if policy.learns else examples.get(piece.edge, 0)
+    seen = known.examples if policy.traits.learns else examples.get(piece.edge, 0)
     tokens = piece.segment.end - piece.segment.start
-    return decide(Readiness(seen, known.ready, known.leverage), config, tokens=tokens, gates=policy.gates)
+    return decide(Readiness(seen, known.ready, known.leverage), config, tokens=tokens, gates=policy.traits.gates)

@@ -21,8 +21,8 @@ from rich.table import Table
 from kvcomm_integrations.bench.problems import generate_problems
 from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts
 from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.ids import tenant_salt
 
 TOKENS = 4

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Edge
 
 AGENTS = 4
 EXAMPLES = 20

@@ -19,10 +19,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModel
 
 from kvcomm_integrations.bench.admission import admission_steps
-from kvcomm_integrations.bench.machine import Machine, measure_machine, milliseconds
 from kvcomm_integrations.bench.memory import AGENTS, EXAMPLES, TOKENS, StateSize, state_sizes
-from kvcomm_integrations.connector.paged import Layout, PagedCache
-from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.bench.peak_rates import Machine, measure_machine, milliseconds
+from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch

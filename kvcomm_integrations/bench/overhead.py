@@ -22,9 +22,8 @@ from rich.table import Table
 from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
 from kvcomm_integrations.bench.scores import as_config
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest, SamplingOptions
-from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.plain import PlainEngine
+from kvcomm_integrations.engines.inprocess import InProcessEngine, PlainEngine
+from kvcomm_integrations.engines.interface import GenerationRequest, SamplingOptions
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
 REST = 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvcomm_integrations.bench.problems import generate_documents
 from kvcomm_integrations.bench.roles import ROLES
-from kvcomm_integrations.engines.base import SamplingOptions
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer

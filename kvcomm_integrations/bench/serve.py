@@ -25,8 +25,8 @@ from rich.table import Table
 from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes, answering
 from kvcomm_integrations.bench.scores import as_config
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.wire import Mode
 

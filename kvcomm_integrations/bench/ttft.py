@@ -27,12 +27,12 @@ from kvcomm_integrations.bench.scores import as_config, chosen_policies
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.bench.ttft_plot import plot_ttft
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.planning.gate import PROOF
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
-from kvcomm_integrations.reuse.gate import PROOF
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.wire import KVCommParams, Mode, RequestReport
 
 DENSE = "dense"

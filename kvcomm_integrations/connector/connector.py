@@ -29,11 +29,10 @@ from kvcomm_integrations.connector.compat import (
     unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
-from kvcomm_integrations.connector.prometheus import ReusePromMetrics
-from kvcomm_integrations.connector.scheduler import SchedulerHalf
-from kvcomm_integrations.connector.state_calls import StateCalls
-from kvcomm_integrations.connector.stats import ReuseStats
-from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.connector.metrics import ReusePromMetrics, ReuseStats
+from kvcomm_integrations.connector.scheduler import ConnectorScheduler
+from kvcomm_integrations.connector.worker.state_rpc import StateRpc
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.reuse.policies import create_policy
 
 
@@ -47,13 +46,13 @@ class KVCommConnector(KVConnectorBase_V1):
         create_policy(config.policy, **config.policy_options)
         for variant in config.variants:
             create_policy(variant)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            self._scheduler = ConnectorScheduler(vllm_config, kv_cache_config, config)
         else:
-            self._worker = WorkerHalf(vllm_config, config, unsupported_reason(vllm_config, kv_cache_config) or "")
-        self._state_calls: StateCalls | None = None
+            self._worker = ConnectorWorker(vllm_config, config, unsupported_reason(vllm_config, kv_cache_config) or "")
+        self._state_calls: StateRpc | None = None
         self._runner: Any = None
 
     @property
@@ -62,22 +61,22 @@ class KVCommConnector(KVConnectorBase_V1):
         return False
 
     @property
-    def scheduler_half(self) -> SchedulerHalf:
+    def connector_scheduler(self) -> ConnectorScheduler:
         """The half in the engine's process."""
         assert self._scheduler is not None, "this is the worker half"
         return self._scheduler
 
     @property
-    def worker_half(self) -> WorkerHalf:
+    def connector_worker(self) -> ConnectorWorker:
         """The half in a worker process."""
         assert self._worker is not None, "this is the scheduler half"
         return self._worker
 
     @property
-    def state_calls(self) -> StateCalls:
+    def state_rpc(self) -> StateRpc:
         """Saving and loading of what this worker has learned."""
         if self._state_calls is None:
-            self._state_calls = StateCalls(self._vllm_config, self.worker_half)
+            self._state_calls = StateRpc(self._vllm_config, self.connector_worker)
         return self._state_calls
 
     # ---- statistics ------------------------------------------------------------------------------------------------
@@ -85,7 +84,7 @@ class KVCommConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
             return self._scheduler.meter.take()
-        return self.worker_half.take_stats()
+        return self.connector_worker.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -105,44 +104,44 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler_half.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
+        self.connector_scheduler.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
 
     def on_new_request(self, request: Request) -> None:
-        self.scheduler_half.new(request)
+        self.connector_scheduler.new(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler_half.match(request, num_computed_tokens), False
+        return self.connector_scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.connector_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler_half.step(scheduler_output)
+        return self.connector_scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.scheduler_half.acknowledge(report)
+            self.connector_scheduler.acknowledge(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         report = step_being_taken_in()
         if isinstance(report, WorkerReport):
-            self.scheduler_half.foresee(report)
-        return self.scheduler_half.finished(request, block_ids)
+            self.connector_scheduler.foresee(report)
+        return self.connector_scheduler.finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        self.scheduler_half.reset()
+        self.connector_scheduler.reset()
         return True
 
     # ---- worker half -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._runner = calling_runner()
-        self.worker_half.register(kv_caches)
+        self.connector_worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         make_seeds_rewindable(self._runner)
-        self.worker_half.load(self._step())
+        self.connector_worker.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are finished before the forward starts."""
@@ -151,16 +150,16 @@ class KVCommConnector(KVConnectorBase_V1):
         """Harvests happen once, after the forward."""
 
     def wait_for_save(self) -> None:
-        self.worker_half.save(self._step())
+        self.connector_worker.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self.worker_half.take_released() or None, None
+        return self.connector_worker.take_released() or None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker_half.bad_blocks.take()
+        return self.connector_worker.load_errors.take()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker_half.take_report()
+        return self.connector_worker.take_report()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcomm_integrations.connector.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 
 
 @dataclass(frozen=True)

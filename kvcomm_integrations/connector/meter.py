@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
-from kvcomm_integrations.connector.breaker import CircuitBreaker
-from kvcomm_integrations.connector.edges import EdgeBook
-from kvcomm_integrations.connector.index import ReferenceIndex
-from kvcomm_integrations.connector.labels import TopLabels
+from kvcomm_integrations.connector.circuit_breaker import CircuitBreaker
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.connector.series import (
+from kvcomm_integrations.connector.metrics import (
     AGENT_TOKENS,
     AUDIT_DIVERGENCE,
     AUDITS,
@@ -25,16 +24,66 @@ from kvcomm_integrations.connector.series import (
     REPAIR_SECONDS,
     REQUESTS,
     TRIPS,
+    ReuseStats,
 )
-from kvcomm_integrations.connector.stats import ReuseStats
+from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
+
+T = TypeVar("T", bound=Hashable)
+
+WATCHED = 8
+"""Names counted per name that may have a series of its own."""
+CHANGES = 3
+"""Times the whole set of own series may change over. After that it stays: old series never leave Prometheus."""
+
+
+class TopLabels(Generic[T]):
+    """The most used names, as far as they can be known in bounded memory (space-saving counts, Metwally et al. 2005).
+
+    A name has a series of its own while fewer than ``limit`` have one, and later if it is used twice as much as the
+    least used of them. Over time at most ``(1 + CHANGES) * limit`` series are made.
+
+    Args:
+        limit: names with series of their own at a time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._own: set[T] = set()
+        self._uses: dict[T, int] = {}
+        self._changes_left = CHANGES * limit
+
+    def use(self, name: T) -> bool:
+        """Count a use of ``name``; whether it has a series of its own."""
+        if self.limit == 0:
+            return False
+        self._count(name)
+        if name in self._own:
+            return True
+        if len(self._own) >= self.limit:
+            least = min(self._own, key=lambda own: self._uses.get(own, 0))
+            if not self._changes_left or self._uses[name] <= 2 * self._uses.get(least, 0):
+                return False
+            self._own.remove(least)
+            self._changes_left -= 1
+        self._own.add(name)
+        return True
+
+    def _count(self, name: T) -> None:
+        inherited = 0
+        if name not in self._uses and len(self._uses) >= WATCHED * self.limit:
+            others = (other for other in self._uses if other not in self._own)
+            inherited = self._uses.pop(min(others, key=self._uses.__getitem__))
+        self._uses[name] = self._uses.get(name, inherited) + 1
+
 
 OTHER = "other"
 """Label of everything beyond the most used."""
 TREATMENTS = ("exact", "loaded", "repaired", "computed")
 
 
-class Meter:
+class ReuseMeter:
     """The scheduler half's counters.
 
     Args:
@@ -46,7 +95,7 @@ class Meter:
     """
 
     def __init__(
-        self, limit: int, policy: str, index: ReferenceIndex, edges: EdgeBook, breaker: CircuitBreaker
+        self, limit: int, policy: str, index: ReferenceIndex, edges: EdgeTable, breaker: CircuitBreaker
     ) -> None:
         self._policy = policy
         self._index = index

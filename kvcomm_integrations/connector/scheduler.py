@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.connector.answers import Answers
-from kvcomm_integrations.connector.breaker import CircuitBreaker
-from kvcomm_integrations.connector.candidates import Planner
+from kvcomm_integrations.connector.block_hashes import HashGuard
+from kvcomm_integrations.connector.circuit_breaker import CircuitBreaker
 from kvcomm_integrations.connector.compat import (
     KVCacheConfig,
     Request,
@@ -26,25 +26,23 @@ from kvcomm_integrations.connector.compat import (
     hash_block_size,
     unsupported_reason,
 )
-from kvcomm_integrations.connector.contents import Contents, content_scope, names_session
-from kvcomm_integrations.connector.discovery import Discovery
-from kvcomm_integrations.connector.edges import EdgeBook
-from kvcomm_integrations.connector.index import ReferenceIndex
-from kvcomm_integrations.connector.isolation import HashGuard
-from kvcomm_integrations.connector.jobs import Jobs
 from kvcomm_integrations.connector.metadata import AuditJob, HarvestJob, ObserveJob, StepMetadata, WorkerReport
-from kvcomm_integrations.connector.meter import Meter
-from kvcomm_integrations.connector.plan import Candidate, cover, make_plan, unpredictable
-from kvcomm_integrations.connector.promises import Promises
-from kvcomm_integrations.connector.tracking import Tracked, WorkersState
-from kvcomm_integrations.connector.waiting import hits_unwritten, may_wait, wants_promised
+from kvcomm_integrations.connector.meter import ReuseMeter
 from kvcomm_integrations.errors import WireError
+from kvcomm_integrations.planning.content_keys import Contents, Discovery, content_scope, names_session
+from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.job_writer import Jobs
+from kvcomm_integrations.planning.plan import Candidate, cover, make_plan, unpredictable
+from kvcomm_integrations.planning.planner import Planner
+from kvcomm_integrations.planning.reference_index import EntryState, ReferenceIndex
+from kvcomm_integrations.planning.request_state import RequestState, WorkersState
+from kvcomm_integrations.planning.reservations import Promises
 from kvcomm_integrations.wire import WIRE_KEY, KVCommParams, Mode
 
 logger = logging.getLogger(__name__)
 
 
-class SchedulerHalf:
+class ConnectorScheduler:
     """Index, plans, promises and reports of one engine.
 
     Args:
@@ -71,19 +69,19 @@ class SchedulerHalf:
         ranks = vllm_config.parallel_config.world_size
         self.index = ReferenceIndex(config.store_bytes, cache_bytes_per_token(cache), ranks, config.tenant_share)
         self.breaker = CircuitBreaker(config.max_faults, config.fault_pause_s)
-        self.edges = EdgeBook(config)
+        self.edges = EdgeTable(config)
         self.contents = Contents(config, self.index)
         self.planner = Planner(config, self.index, self.edges, self.contents, self.workers)
         self.promises = Promises(self.index, self.contents, self.planner, config)
         self.jobs = Jobs(config, self.index, self.contents, self.workers)
         self.discovery = Discovery(config, self.index)
         self.answers = Answers(config, self.index, self.edges, self.workers, self.breaker)
-        self.meter = Meter(config.metric_labels, config.policy, self.index, self.edges, self.breaker)
+        self.meter = ReuseMeter(config.metric_labels, config.policy, self.index, self.edges, self.breaker)
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, RequestState] = {}
         self._others: dict[str, Request] = {}
         """Live requests without our parameters: they too may be computing blocks that others hit."""
-        self._planned: list[Tracked] = []
+        self._planned: list[RequestState] = []
         """Requests with a plan made in this step."""
         self._finished: list[tuple[str, list[HarvestJob], list[ObserveJob], list[AuditJob]]] = []
         """Requests whose blocks are kept until the workers have done these jobs."""
@@ -142,7 +140,7 @@ class SchedulerHalf:
             self.breaker.fault("plan", str(error))
             return 0
 
-    def _match(self, tracked: Tracked, exact: int) -> int | None:
+    def _match(self, tracked: RequestState, exact: int) -> int | None:
         started = time.perf_counter()
         tracked.exact = min(exact, tracked.prompt_tokens)
         tracked.refusal = tracked.refusal or self.breaker.refusal()
@@ -216,7 +214,7 @@ class SchedulerHalf:
         """Orders for the workers in this step."""
         meta = StepMetadata(weights=self.workers.weights)
         self._step += 1
-        unadmitted: list[Tracked] = []
+        unadmitted: list[RequestState] = []
         for tracked in self._planned:
             if tracked.admitted and tracked.plan is not None:
                 meta.loads.append(self.jobs.load(tracked, tracked.plan))
@@ -288,7 +286,7 @@ class SchedulerHalf:
             self.index.withdraw_owner(request.request_id)
             return False, None
 
-    def _end(self, tracked: Tracked, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
+    def _end(self, tracked: RequestState, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
         self._notice_preemption(tracked)
         self.index.scopes.leave(tracked.scope, self.index.clock())
         if tracked in self._planned:
@@ -327,16 +325,16 @@ class SchedulerHalf:
         policy = params.policy or self.config.policy
         guard = HashGuard(request, self._hash_block)
         self.index.scopes.enter(scope, self.index.clock())
-        self._tracked[request.request_id] = Tracked(request, params, scope, policy, guard, discovered, refusal)
+        self._tracked[request.request_id] = RequestState(request, params, scope, policy, guard, discovered, refusal)
 
     def _live(self) -> Iterable[Request]:
         yield from (tracked.request for tracked in self._tracked.values())
         yield from self._others.values()
 
-    def _completed(self, tracked: Tracked) -> bool:
+    def _completed(self, tracked: RequestState) -> bool:
         return tracked.request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
-    def _forget_plan(self, tracked: Tracked) -> None:
+    def _forget_plan(self, tracked: RequestState) -> None:
         """Undo a plan that vLLM has given no blocks for."""
         tracked.guard.restore()
         if tracked in self._planned:
@@ -344,7 +342,7 @@ class SchedulerHalf:
             self._repairing -= tracked.plan.repaired if tracked.plan is not None else 0
         tracked.plan = None
 
-    def _notice_preemption(self, tracked: Tracked) -> None:
+    def _notice_preemption(self, tracked: RequestState) -> None:
         if tracked.request.num_preemptions == tracked.preemptions:
             return
         tracked.preemptions = tracked.request.num_preemptions
@@ -353,3 +351,135 @@ class SchedulerHalf:
         tracked.observes, tracked.audits = [], []
         tracked.admitted = False
         tracked.prompt_done = False
+
+
+PREFILL_WAIT_S = 60.0
+"""Longest wait for another request's prefill before a request goes ahead by itself, seconds."""
+
+
+def wants_promised(contents: Contents, tracked: RequestState, exact: int) -> bool:
+    """Another request is computing a content that this one could load."""
+    return any(
+        entry is not None and entry.state is EntryState.RESERVED and segment.end > exact
+        for segment in contents.placeholders(tracked)
+        for entry, _ in (contents.find(tracked, segment),)
+    )
+
+
+def may_wait(tracked: RequestState) -> bool:
+    """Whether a request has patience left; the first call starts its clock."""
+    now = time.monotonic()
+    tracked.first_wait = tracked.first_wait or now
+    return now - tracked.first_wait < PREFILL_WAIT_S
+
+
+def hits_unwritten(request: Request, exact: int, hash_block: int, others: Iterable[Request]) -> bool:
+    """The exact hit holds a block that another request is about to write in this very step.
+
+    vLLM files blocks before they are computed; its own forward copes, but the repair pass runs before it.
+    """
+    blocks = exact // hash_block
+    return blocks > 0 and any(
+        other is not request
+        and other.status == RequestStatus.RUNNING
+        and other.num_computed_tokens < exact
+        and other.num_computed_tokens < hash_block * _shared(request.block_hashes[:blocks], other.block_hashes)
+        for other in others
+    )
+
+
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Leading blocks that two chains of hashes have in common: blocks that differ never agree again."""
+    most = min(len(one), len(other))
+    return bisect_left(range(most), True, key=lambda block: one[block] != other[block])
+
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """Where the workers' reports go.
+
+    Args:
+        config: our settings.
+        index: references; an acknowledged one may be promised to requests.
+        edges: what is known of each edge.
+        workers: what the workers have reported of themselves.
+        breaker: counts faults.
+    """
+
+    def __init__(
+        self,
+        config: ReuseConfig,
+        index: ReferenceIndex,
+        edges: EdgeTable,
+        workers: WorkersState,
+        breaker: CircuitBreaker,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.edges = edges
+        self.workers = workers
+        self.breaker = breaker
+
+    def take(self, report: WorkerReport, live: Mapping[str, RequestState]) -> None:
+        """Take in one step's report; ``live`` are the requests that still run."""
+        self._abilities(report)
+        if report.weights > self.workers.weights:
+            self._new_weights(report.weights, live)
+        self._references(report)
+        self._learned(report)
+        for seam, count in report.faults.items():
+            for _ in range(count):
+                self.breaker.fault(seam, "see the worker's log")
+        for req_id, result in report.loads.items():
+            if result.fault:
+                self.breaker.fault("load", result.fault)
+            else:
+                self.breaker.success("load")
+            if req_id in live:
+                live[req_id].result = result
+
+    def _abilities(self, report: WorkerReport) -> None:
+        if report.disabled and not self.workers.disabled:
+            self.workers.disabled = report.disabled
+            self.index.clear()
+            logger.error("KV reuse is off: %s. Requests are served densely.", report.disabled)
+        self.workers.verified = self.workers.verified or report.verified
+        if report.repair_known and self.config.repair and self.workers.repair_refusal != report.repair_refusal:
+            self.workers.repair_refusal = report.repair_refusal
+            if report.repair_refusal:
+                logger.warning("No repair pass: %s. Plans stop at the first unknown token.", report.repair_refusal)
+
+    def _new_weights(self, changes: int, live: Mapping[str, RequestState]) -> None:
+        """Keys and values of other weights mean nothing: forget all, and keep nothing of what is half computed."""
+        logger.warning("The model's weights have changed: references and learned corrections are forgotten")
+        self.workers.weights = changes
+        self.index.clear()
+        self.edges.clear()
+        for tracked in live.values():
+            tracked.outdated = tracked.outdated or tracked.admitted
+            tracked.harvests, tracked.observes, tracked.audits = [], [], []
+
+    def _references(self, report: WorkerReport) -> None:
+        for ref_id, reason in report.failed.items():
+            logger.warning("Reference %d was not stored: %s", ref_id, reason)
+            self.index.withdraw(ref_id)
+            self.breaker.fault("harvest", reason)
+        for ref_id, ranks in report.stored.items():
+            self.index.acknowledge(ref_id, ranks)
+            self.breaker.success("harvest")
+
+    def _learned(self, report: WorkerReport) -> None:
+        for (policy, edge), examples in report.examples.items():
+            self.edges.learned(policy, edge, examples)
+            if examples:
+                self.breaker.success("learn")
+        for (policy, edge, ref_id), leverage in report.leverage.items():
+            entry = self.index.by_id(ref_id)
+            if entry is not None:
+                entry.leverage[(policy, edge)] = leverage
+        for audit in report.audits:
+            self.breaker.success("audit")
+            for edge in audit.edges:
+                self.edges.audited(audit.policy, edge, audit.kl[0])

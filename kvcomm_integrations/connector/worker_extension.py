@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcomm_integrations.connector.compat import current_connector
 from kvcomm_integrations.connector.connector import KVCommConnector
-from kvcomm_integrations.connector.diagnostics import repair_error
-from kvcomm_integrations.connector.state_calls import StateAnswer
+from kvcomm_integrations.connector.worker.self_check import repair_error
+from kvcomm_integrations.connector.worker.state_rpc import StateAnswer
 
 EXTENSION = f"{__name__}.KVCommWorkerExtension"
 """What to give vLLM as ``worker_extension_cls``."""
@@ -25,7 +25,7 @@ class KVCommWorkerExtension:
         connector = current_connector()
         if not isinstance(connector, KVCommConnector):
             return {}
-        half = connector.worker_half
+        half = connector.connector_worker
         return {
             "references": len(half.store),
             "store_bytes": half.store.nbytes,
@@ -43,50 +43,50 @@ class KVCommWorkerExtension:
         """Make this worker (or only the one of a rank) fail at a seam; for tests (see ``faults``)."""
         connector = current_connector()
         if isinstance(connector, KVCommConnector) and rank in (None, self.rank):
-            connector.worker_half.faults.arm(seam, kind, times)
+            connector.connector_worker.faults.arm(seam, kind, times)
 
     def kvcomm_check_repair(
         self, token_ids: list[int], gaps: list[list[int]], joined: bool = False
     ) -> dict[str, float]:
         """Run the repair pass on a sequence of its own and compare it with a dense run (see ``diagnostics``)."""
         connector = current_connector()
-        if not isinstance(connector, KVCommConnector) or connector.worker_half.cache is None:
+        if not isinstance(connector, KVCommConnector) or connector.connector_worker.cache is None:
             return {}
         spans = [(start, end) for start, end in gaps]
-        return repair_error(self.model_runner, connector.worker_half.cache, token_ids, spans, joined=joined)
+        return repair_error(self.model_runner, connector.connector_worker.cache, token_ids, spans, joined=joined)
 
     def kvcomm_take_audits(self) -> list[dict[str, Any]]:
         """The audits since the last call, as plain objects; empty on ranks that hold no logits."""
         connector = current_connector()
         if not isinstance(connector, KVCommConnector):
             return []
-        log = connector.worker_half.audit_log
+        log = connector.connector_worker.audit_log
         taken = [asdict(log.popleft()) for _ in range(len(log))]
         for audit in taken:
             audit["edges"] = [list(edge) for edge in audit["edges"]]
         return taken
 
     def kvcomm_save_state(self, path: str, tenant: str | None = None) -> StateAnswer:
-        """Write this rank's share of the learned corrections; see ``StateCalls.save``."""
+        """Write this rank's share of the learned corrections; see ``StateRpc.save``."""
         return self._state("save", path, tenant)
 
     def kvcomm_load_state(self, path: str, tenant: str | None = None) -> StateAnswer:
-        """Read and check this rank's share of a state file; nothing is changed yet. See ``StateCalls.load``."""
+        """Read and check this rank's share of a state file; nothing is changed yet. See ``StateRpc.load``."""
         return self._state("load", path, tenant)
 
     def kvcomm_apply_state(self, merge: bool = False) -> StateAnswer:
-        """Put what ``kvcomm_load_state`` has read into effect; see ``StateCalls.apply``."""
+        """Put what ``kvcomm_load_state`` has read into effect; see ``StateRpc.apply``."""
         return self._state("apply", merge)
 
     def kvcomm_clear_state(self, tenant: str | None = None) -> StateAnswer:
-        """Forget learned corrections; see ``StateCalls.clear``."""
+        """Forget learned corrections; see ``StateRpc.clear``."""
         return self._state("clear", tenant)
 
     def _state(self, method: str, *args: Any) -> StateAnswer:
         connector = current_connector()
         if not isinstance(connector, KVCommConnector):
             return StateAnswer(error="this worker has no kvcomm connector")
-        return connector.state_calls.call(method, *args)
+        return connector.state_rpc.call(method, *args)
 
     def kvcomm_save_references(self, folder: str) -> int:
         """Write every reference to ``folder`` as ``<rank>-<ref_id>.safetensors``; returns how many there are."""
@@ -95,7 +95,7 @@ class KVCommWorkerExtension:
             return 0
         from safetensors.torch import save_file
 
-        store = connector.worker_half.store
+        store = connector.connector_worker.store
         for reference in map(store.get, store):
             save_file(
                 {"keys": reference.keys.contiguous(), "values": reference.values.contiguous()},

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcomm_integrations.chat.detect import tool_format_for
 from kvcomm_integrations.doctor.finding import Finding, State
-from kvcomm_integrations.engines.codecs import codec_for
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.prompts.builder import PromptBuilder
-from kvcomm_integrations.prompts.contents import ContentRegistry
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
+from kvcomm_integrations.prompts.content_registry import ContentRegistry
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import SegmentKind
 
@@ -70,7 +70,7 @@ def tokenizer(model: str) -> list[Finding]:
         return [Finding("Tokenizer", State.BAD, str(err), "give a folder with tokenizer.json and a chat template")]
     findings = [Finding("Tokenizer", State.GOOD, f"{loaded.vocab_size} tokens")]
     try:
-        codec = type(codec_for(loaded)).__name__
+        codec = type(tool_format_for(loaded)).__name__
         findings.append(Finding("Tool calls", State.GOOD, f"read by {codec}"))
     except KVCommError as err:
         findings.append(Finding("Tool calls", State.BAD, str(err), "choose another model"))

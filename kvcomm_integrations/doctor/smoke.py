@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvcomm_integrations.chat.request_log import RunRecord
+from kvcomm_integrations.chat.runtime import ChatRuntime
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.doctor.finding import Finding, State
 from kvcomm_integrations.doctor.model import SHARED
-from kvcomm_integrations.engines.base import SamplingOptions
-from kvcomm_integrations.engines.chat import ChatRuntime
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import KVCommError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 TOKENS = 8
 """Length of the agents' answers."""

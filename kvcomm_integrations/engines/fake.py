@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
 from kvcomm_integrations.engines.fake_reuse import FakeReuse
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob
 from kvcomm_integrations.engines.schema_examples import example_text
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer

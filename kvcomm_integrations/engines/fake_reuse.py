@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.wire import Mode, RequestReport, Segment, SegmentKind, SegmentReport
 
 BLOCK = 16

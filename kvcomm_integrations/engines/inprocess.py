@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.learned_state import (
+    Call,
+    StateSummary,
+    clear_state,
+    load_state,
+    save_state,
+    state_place,
+)
 from kvcomm_integrations.engines.loop import LoopThread
-from kvcomm_integrations.engines.progress import engine_start_progress
-from kvcomm_integrations.engines.state import Call, StateSummary, clear_state, load_state, save_state, state_place
-from kvcomm_integrations.engines.stats import SchedulerSnapshot, StatsKeeper
 from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
 from kvcomm_integrations.errors import (
     ContextOverflowError,
@@ -36,6 +41,75 @@ from kvcomm_integrations.wire import Mode, RequestReport
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerSnapshot:
+    """vLLM's own counters after its latest step."""
+
+    usage: float = 0.0
+    """Share of the paged cache's blocks held by requests."""
+    running: int = 0
+    waiting: int = 0
+
+
+class StatsKeeper:
+    """Receives vLLM's statistics and keeps the latest; ``factory`` goes into ``stat_loggers``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latest = SchedulerSnapshot()
+
+    @property
+    def latest(self) -> SchedulerSnapshot:
+        """The snapshot after the latest step; all zero before the first."""
+        with self._lock:
+            return self._latest
+
+    def note(self, stats: Any) -> None:
+        """Take in vLLM's ``SchedulerStats``."""
+        with self._lock:
+            self._latest = SchedulerSnapshot(stats.kv_cache_usage, stats.num_running_reqs, stats.num_waiting_reqs)
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """A vLLM statistics logger that reports here."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        keeper = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                del vllm_config, engine_index
+
+            def record(
+                self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+            ) -> None:
+                if scheduler_stats is not None:
+                    keeper.note(scheduler_stats)
+
+            def log_engine_initialized(self) -> None:
+                """Nothing to say."""
+
+        return Logger(vllm_config, engine_index)
+
+
+@contextlib.contextmanager
+def engine_start_progress(model: str) -> Iterator[None]:
+    """A spinner on standard error while the block runs."""
+    if os.environ.get("KVCOMM_PROGRESS", "1") == "0":
+        yield
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"Starting vLLM with {model} (about half a minute on a CPU) ..."):
+        yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -353,3 +427,15 @@ def _refuse_in_spawned_child() -> None:
             f"vLLM starts subprocesses that import {main} again: put the code that calls the model under "
             'if __name__ == "__main__":'
         )
+
+
+class PlainEngine(InProcessEngine):
+    """The in-process engine with the same arguments but no connector. Its answers carry no report."""
+
+    async def _start(self) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_args(self.config)
+        arguments.kv_transfer_config = None
+        arguments.worker_extension_cls = ""
+        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stats.factory])

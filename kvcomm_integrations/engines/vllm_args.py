@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import GenerationRequest
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -7,21 +7,21 @@ import json
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
 from langchain_core.outputs import ChatResult
 
-from kvcomm_integrations.engines.pieces import LastPiece, Piece, ToolCallPiece
+from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk
 
 
 class Calls:
     """Notes the calls of one answer as they come, and puts them into its message in the end."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[ToolCallPiece]] = {}
+        self._parts: dict[int, list[CallChunk]] = {}
         self._cut = False
 
-    def note(self, piece: Piece) -> Piece:
+    def note(self, piece: Chunk) -> Chunk:
         """Remember a piece if it is of a call or says that the answer was cut off, and return it."""
-        if isinstance(piece, ToolCallPiece):
+        if isinstance(piece, CallChunk):
             self._parts.setdefault(piece.index, []).append(piece)
-        elif isinstance(piece, LastPiece):
+        elif isinstance(piece, FinalChunk):
             self._cut = piece.finish_reason == "length"
         return piece
 

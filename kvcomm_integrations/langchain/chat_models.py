@@ -21,13 +21,13 @@ from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 
+from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
+from kvcomm_integrations.chat.detect import named_tool_format
+from kvcomm_integrations.chat.runtime import DEFAULT_TENANT, ChatRuntime, runtime_for
+from kvcomm_integrations.chat.tool_format import ToolFormat, tool_use
 from kvcomm_integrations.config import API_KEY_VARIABLE, EngineConfig, HttpConfig, ReuseConfig, Tokenization
-from kvcomm_integrations.engines.base import Engine
-from kvcomm_integrations.engines.chat import DEFAULT_TENANT, ChatRuntime, runtime_for
-from kvcomm_integrations.engines.codecs import named_codec
-from kvcomm_integrations.engines.pieces import LastPiece, Piece
-from kvcomm_integrations.engines.shared import get_engine
-from kvcomm_integrations.engines.tool_codec import ToolCodec, tool_use
+from kvcomm_integrations.engines.interface import Engine
+from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.langchain.calls import Calls
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
@@ -261,7 +261,7 @@ class ChatKVComm(BaseChatModel):
 
     def _pieces(
         self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[Chunk, None, None]:
         runtime, options, request = self._request(config, messages, stop, kwargs)
         chat = runtime.prepare(**request)
         with closing(runtime.stream_sync(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
@@ -271,7 +271,7 @@ class ChatKVComm(BaseChatModel):
 
     async def _apieces(
         self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[Chunk, None]:
         runtime, options, request = self._request(config, messages, stop, kwargs)
         chat = await runtime.aprepare(**request)
         async with aclosing(runtime.stream(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
@@ -313,13 +313,13 @@ class ChatKVComm(BaseChatModel):
         names = ("stop", "logprobs", "timeout", "agent", "session", "tenant", "mode", "policy", "chat_template_kwargs")
         return {name: getattr(self, name) for name in (*SAMPLING_FIELDS, *names)}
 
-    def _codec(self) -> ToolCodec | None:
+    def _codec(self) -> ToolFormat | None:
         if self.tool_parser or self.reasoning_parser:
-            return named_codec(self.tool_parser, self.reasoning_parser)
+            return named_tool_format(self.tool_parser, self.reasoning_parser)
         return None
 
-    def _note(self, piece: Piece) -> None:
-        if isinstance(piece, LastPiece):
+    def _note(self, piece: Chunk) -> None:
+        if isinstance(piece, FinalChunk):
             self._last_report = piece.report
 
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.

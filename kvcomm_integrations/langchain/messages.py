@@ -19,10 +19,10 @@ from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, Us
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
 
-from kvcomm_integrations.engines.base import TokenLogprob
-from kvcomm_integrations.engines.pieces import LastPiece, Piece, ReasoningPiece, TextPiece, ToolCallPiece, Usage
+from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, ReasoningChunk, TextChunk, Usage
+from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 PROVIDER = "kvcomm"
 METADATA_KEY = "kvcomm"
@@ -117,7 +117,7 @@ def _segment_id(message: BaseMessage) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def to_chunk(piece: Piece, *, model_name: str, blocks: bool = False) -> ChatGenerationChunk:
+def to_chunk(piece: Chunk, *, model_name: str, blocks: bool = False) -> ChatGenerationChunk:
     """One piece as a chunk. Only the last one carries metadata: repeated strings would concatenate on merging.
 
     Args:
@@ -126,12 +126,12 @@ def to_chunk(piece: Piece, *, model_name: str, blocks: bool = False) -> ChatGene
         blocks: The chunk will be turned into standard content blocks. Those are merged by index, and an index that
             only counts calls would merge the first call with the first text.
     """
-    if isinstance(piece, TextPiece):
+    if isinstance(piece, TextChunk):
         return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-    if isinstance(piece, ReasoningPiece):
+    if isinstance(piece, ReasoningChunk):
         kwargs = {"reasoning_content": piece.text}
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
-    if isinstance(piece, ToolCallPiece):
+    if isinstance(piece, CallChunk):
         chunk = tool_call_chunk(name=piece.name, args=piece.arguments, id=piece.id, index=piece.index)
         if not blocks:
             return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
@@ -142,7 +142,7 @@ def to_chunk(piece: Piece, *, model_name: str, blocks: bool = False) -> ChatGene
     return _last_chunk(piece, model_name)
 
 
-def _last_chunk(piece: LastPiece, model_name: str) -> ChatGenerationChunk:
+def _last_chunk(piece: FinalChunk, model_name: str) -> ChatGenerationChunk:
     ours: dict[str, Any] = {"segment_id": piece.segment_id}
     if piece.report is not None:
         ours["report"] = piece.report.model_dump(mode="json")

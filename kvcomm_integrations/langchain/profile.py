@@ -9,12 +9,12 @@ from typing import Any
 
 from langchain_core.language_models.model_profile import ModelProfile
 
-from kvcomm_integrations.engines.codecs import codec_of_template
-from kvcomm_integrations.engines.tool_codec import ToolCodec
+from kvcomm_integrations.chat.detect import tool_format_of_template
+from kvcomm_integrations.chat.tool_format import ToolFormat
 from kvcomm_integrations.errors import UnsupportedModelError
 
 
-def model_profile(model: str, *, codec: ToolCodec | None, context: int | None, max_tokens: int | None) -> ModelProfile:
+def model_profile(model: str, *, codec: ToolFormat | None, context: int | None, max_tokens: int | None) -> ModelProfile:
     """A profile in LangChain's form.
 
     Args:
@@ -48,7 +48,7 @@ def model_profile(model: str, *, codec: ToolCodec | None, context: int | None, m
     return profile
 
 
-def _codec_of(model: str) -> ToolCodec | None:
+def _codec_of(model: str) -> ToolFormat | None:
     template = _text_of(model, "chat_template.jinja")
     if template is None:
         found = _json_of(model, "tokenizer_config.json").get("chat_template")
@@ -56,7 +56,7 @@ def _codec_of(model: str) -> ToolCodec | None:
     if not isinstance(template, str):
         return None
     with suppress(UnsupportedModelError):
-        return codec_of_template(template, model)
+        return tool_format_of_template(template, model)
     return None
 
 

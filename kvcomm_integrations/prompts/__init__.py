@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcomm_integrations.prompts.builder import BuiltPrompt, PromptBuilder
-    from kvcomm_integrations.prompts.contents import Content, ContentRegistry, Origin, content_id, response_name
-    from kvcomm_integrations.prompts.messages import ChatMessage
+    from kvcomm_integrations.prompts.chat_message import ChatMessage
+    from kvcomm_integrations.prompts.content_registry import Content, ContentRegistry, Origin, content_id, response_name
     from kvcomm_integrations.prompts.segments import SegmentedPrompt
     from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
@@ -30,15 +30,15 @@ __all__ = [
 
 _HOME = {
     "BuiltPrompt": "builder",
-    "ChatMessage": "messages",
+    "ChatMessage": "chat_message",
     "ChatTokenizer": "tokenizer",
-    "Content": "contents",
-    "ContentRegistry": "contents",
-    "Origin": "contents",
+    "Content": "content_registry",
+    "ContentRegistry": "content_registry",
+    "Origin": "content_registry",
     "PromptBuilder": "builder",
     "SegmentedPrompt": "segments",
-    "content_id": "contents",
-    "response_name": "contents",
+    "content_id": "content_registry",
+    "response_name": "content_registry",
 }
 
 

@@ -16,11 +16,7 @@ from typing import Any
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.cache import BoundedCache
-from kvcomm_integrations.prompts.codec import Ids
-from kvcomm_integrations.prompts.content import Content
-from kvcomm_integrations.prompts.contents import ContentRegistry
-from kvcomm_integrations.prompts.layouts import LayoutFinder
-from kvcomm_integrations.prompts.messages import (
+from kvcomm_integrations.prompts.chat_message import (
     ChatMessage,
     Turn,
     arrange,
@@ -29,8 +25,12 @@ from kvcomm_integrations.prompts.messages import (
     tool_names,
     with_parsed_arguments,
 )
+from kvcomm_integrations.prompts.codec import Ids
+from kvcomm_integrations.prompts.content import Content
+from kvcomm_integrations.prompts.content_registry import ContentRegistry
+from kvcomm_integrations.prompts.fixed_text import Run, encode_run
+from kvcomm_integrations.prompts.layouts import LayoutFinder
 from kvcomm_integrations.prompts.rendering import TemplateRefusal, locate
-from kvcomm_integrations.prompts.runs import Run, encode_run
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.shielding import Shield
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer

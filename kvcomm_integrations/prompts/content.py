@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from kvcomm_integrations.prompts.messages import core_span
+from kvcomm_integrations.prompts.chat_message import core_span
 
 
 class Origin(StrEnum):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from kvcomm_integrations.prompts.chat_message import SYSTEM_ROLES, ChatMessage, shared_name
 from kvcomm_integrations.prompts.content import Content, Origin
-from kvcomm_integrations.prompts.contents import ContentRegistry
+from kvcomm_integrations.prompts.content_registry import ContentRegistry
 from kvcomm_integrations.prompts.matching import (
     MIN_PART_CHARACTERS,
     MIN_TOKENS,
@@ -15,7 +16,6 @@ from kvcomm_integrations.prompts.matching import (
     longest_first,
     occurrences,
 )
-from kvcomm_integrations.prompts.messages import SYSTEM_ROLES, ChatMessage, shared_name
 
 Layout = Sequence[tuple[int, int, Content]]
 """``(start, end, content)``, characters of a message's content, in order."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvcomm_integrations.prompts.messages import deep_map
+from kvcomm_integrations.prompts.chat_message import deep_map
 
 _PLANES = (0xF0000, 0x100000)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 from kvcomm_integrations.prompts.cache import BoundedCache
+from kvcomm_integrations.prompts.chat_message import with_parsed_arguments
 from kvcomm_integrations.prompts.codec import Codec, FastCodec, Ids, Offsets, SlowCodec
-from kvcomm_integrations.prompts.messages import with_parsed_arguments
 
 _CACHE_CHARACTERS = 16 << 20
 

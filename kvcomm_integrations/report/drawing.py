@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from kvcomm_integrations.engines.runs import PHASES, RunRecord
+from kvcomm_integrations.chat.request_log import PHASES, RunRecord
 from kvcomm_integrations.report.figures import KINDS, AgentFigures, EdgeFigures, Phases
 from kvcomm_integrations.report.markup import Markup, join, tag
 from kvcomm_integrations.report.words import milliseconds

@@ -16,17 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rich.console import Console
 from rich.text import Text
 
+from kvcomm_integrations.chat.detect import tool_format_for
+from kvcomm_integrations.chat.tool_format import tool_use
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState
-from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, describe, make_plan
-from kvcomm_integrations.connector.runs import RunIndex
-from kvcomm_integrations.connector.seams import Row, join, seam_key, seams_of
-from kvcomm_integrations.engines.codecs import codec_for
-from kvcomm_integrations.engines.tool_codec import tool_use
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.planning.contiguous import Row, join, seam_key, seams_of
+from kvcomm_integrations.planning.ngram_index import NgramIndex
+from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, cover, describe, make_plan
+from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState
 from kvcomm_integrations.prompts.builder import PromptBuilder
-from kvcomm_integrations.prompts.contents import ContentRegistry
-from kvcomm_integrations.prompts.messages import ChatMessage, clean_text
+from kvcomm_integrations.prompts.chat_message import ChatMessage, clean_text
+from kvcomm_integrations.prompts.content_registry import ContentRegistry
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import EdgeReport, RequestReport, Segment, SegmentKind, SegmentReport
 
@@ -211,13 +211,13 @@ class Forecast:
         self._tokenizer = tokenizer
         self._config = config or ReuseConfig()
         self._block_size = block_size
-        self._codec = codec_for(tokenizer)
+        self._codec = tool_format_for(tokenizer)
         self._registry = ContentRegistry()
         self._builder = PromptBuilder(tokenizer, self._registry, min_segment_tokens=self._config.min_segment_tokens)
         self._exact: list[tuple[int, ...]] = []
         self._held: dict[tuple[int, ...], Entry] = {}
         self._beginnings: dict[tuple[int, ...], Entry] = {}
-        self._parts = RunIndex()
+        self._parts = NgramIndex()
         self._whole: list[Entry] = []
         self._seams: dict[ContentKey, Entry] = {}
 

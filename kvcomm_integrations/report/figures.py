@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvcomm_integrations.engines.runs import PHASES, RunRecord
+from kvcomm_integrations.chat.request_log import PHASES, RunRecord
 from kvcomm_integrations.wire import EdgeReport, Mode, SegmentKind, SegmentReport
 
 KINDS = ("exact", "loaded", "repaired", "computed")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kvcomm_integrations.engines.runs import RunLog
+from kvcomm_integrations.chat.request_log import RequestLog
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.report.markup import join, tag
 from kvcomm_integrations.report.page import live_page, state_line
@@ -23,7 +23,7 @@ PATH = "/kvcomm"
 """Where the page lives; ``/kvcomm/panels`` and ``/kvcomm/data`` belong to it."""
 TITLE = "KV reuse, live"
 
-Source = Callable[[], RunLog]
+Source = Callable[[], RequestLog]
 """Gives the log to show, at each request."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -49,7 +49,7 @@ class Response:
         }
 
 
-def respond(log: RunLog, method: str, path: str) -> Response:
+def respond(log: RequestLog, method: str, path: str) -> Response:
     """Answer one request.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.report.drawing import definitions
 from kvcomm_integrations.report.markup import Markup, join, tag
 from kvcomm_integrations.report.panels import panels

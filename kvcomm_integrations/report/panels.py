@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcomm_integrations.engines.runs import PHASES, RunRecord
+from kvcomm_integrations.chat.request_log import PHASES, RunRecord
 from kvcomm_integrations.report.drawing import agent_bars, agent_graph, prompt_map, timeline
 from kvcomm_integrations.report.figures import KINDS, SessionRuns, by_agent, edges, is_dense, sessions, totals
 from kvcomm_integrations.report.markup import Markup, join, tag

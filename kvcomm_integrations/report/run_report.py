@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.report.figures import KINDS, by_agent
 from kvcomm_integrations.report.page import page

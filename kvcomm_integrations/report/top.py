@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.report.figures import KINDS, by_agent, edges, totals
 from kvcomm_integrations.report.live import PATH

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.scratch import Scratch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcomm_integrations.reuse.affine import Correction
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.rope import Rope
 
 TOKENS = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcomm_integrations.errors import KVCommError
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 
 
 class StoreFullError(KVCommError, MemoryError):

@@ -12,8 +12,8 @@ import torch
 
 from kvcomm_integrations.reuse.affine import AffineMap, Correction
 from kvcomm_integrations.reuse.compression import leading_basis
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.moments import Moments
-from kvcomm_integrations.reuse.policies.base import KV
 
 DECAYS = (2.0, 8.0, 32.0, 128.0)
 """Position features: ``exp(-t / decay)`` of the distance ``t`` from the segment's start, decays in tokens. The context

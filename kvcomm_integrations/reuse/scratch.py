@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 
 CPU_CHUNK_BYTES = 16 << 20
 """Estimates of so many layers at once are this large at most on a CPU, bytes: they stay in its caches."""

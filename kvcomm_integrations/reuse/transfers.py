@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvcomm_integrations.reuse.policies.base import KV, checksum
+from kvcomm_integrations.reuse.kv import KV, checksum
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

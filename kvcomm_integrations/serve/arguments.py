@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from kvcomm_integrations.config import Isolation, ReuseConfig
 from kvcomm_integrations.engines.vllm_args import CPU_KV_CACHE_BYTES, check_version
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
-from kvcomm_integrations.serve.runs import LIVE_VARIABLE
+from kvcomm_integrations.serve.live_page import LIVE_VARIABLE
 from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE, read_keys
 
 MIDDLEWARE = "kvcomm_integrations.serve.middleware.KVCommMiddleware"

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from kvcomm_integrations import __version__
+from kvcomm_integrations._version import __version__
 from kvcomm_integrations.serve.tenants import Tenants
 from kvcomm_integrations.wire import WIRE_VERSION, ServerInfo
 

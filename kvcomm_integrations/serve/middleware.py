@@ -25,9 +25,9 @@ from kvcomm_integrations.serve.asgi import (
     with_body,
 )
 from kvcomm_integrations.serve.describe import describe, tokenizer_files
+from kvcomm_integrations.serve.live_page import LiveRoute
 from kvcomm_integrations.serve.reports import reporting, watch
-from kvcomm_integrations.serve.runs import LiveRoute
-from kvcomm_integrations.serve.state import StateRoutes
+from kvcomm_integrations.serve.state_routes import StateRoutes
 from kvcomm_integrations.serve.tenants import Tenants, UnknownTenantError, divided, salt_of
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcomm_integrations.serve.asgi import Message, Send
-from kvcomm_integrations.serve.runs import LiveRoute
+from kvcomm_integrations.serve.live_page import LiveRoute
 from kvcomm_integrations.wire import WIRE_KEY
 
 _END = b"data: [DONE]"

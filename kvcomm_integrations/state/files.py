@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvcomm_integrations import __version__
+from kvcomm_integrations._version import __version__
 from kvcomm_integrations.errors import StateFileError
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.regression import DECAYS
 from kvcomm_integrations.state.learned import LearnedEdge, LearnedState, require_saveable
 from kvcomm_integrations.state.manifest import EdgeRecord, HeadRange, StateManifest, parse_manifest

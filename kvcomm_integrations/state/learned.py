@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kvcomm_integrations.errors import StateFileError
-from kvcomm_integrations.reuse.policies.base import Edge, Policy
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.regression import DECAYS
 from kvcomm_integrations.state.manifest import HeadRange, ModelIdentity, tenant_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvcomm_integrations.autogen import KVCommChatCompletionClient
-from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.engines.fake import FakeEngine
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import RequestReport, SegmentKind
 

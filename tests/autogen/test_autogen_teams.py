@@ -24,7 +24,7 @@ from autogen_agentchat.tools import AgentTool, TeamTool
 from autogen_core import CancellationToken
 
 from kvcomm_integrations.autogen import session_scope
-from kvcomm_integrations.prompts.messages import SEPARATOR
+from kvcomm_integrations.prompts.chat_message import SEPARATOR
 
 TASK = "How does the river Seine reach the sea, and which towns does it pass on its way there? Answer in detail."
 SAID = {

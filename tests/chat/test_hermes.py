@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.engines.hermes import HermesParser
-from kvcomm_integrations.engines.pieces import ReasoningPiece, TextPiece, ToolCallPiece
+from kvcomm_integrations.chat.chunks import CallChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.hermes import HermesParser
 
 
 def read(parser, parts):
@@ -19,13 +19,13 @@ def read(parser, parts):
         pieces += parser.feed(part, last=i == len(parts) - 1)
     calls: dict[int, list[str]] = {}
     for piece in pieces:
-        if isinstance(piece, ToolCallPiece):
+        if isinstance(piece, CallChunk):
             entry = calls.setdefault(piece.index, ["", ""])
             entry[0] += piece.name or ""
             entry[1] += piece.arguments
-    assert not any(isinstance(p, (TextPiece, ReasoningPiece)) and not p.text for p in pieces)
-    text = "".join(p.text for p in pieces if isinstance(p, TextPiece))
-    return text, "".join(p.text for p in pieces if isinstance(p, ReasoningPiece)), [tuple(c) for c in calls.values()]
+    assert not any(isinstance(p, (TextChunk, ReasoningChunk)) and not p.text for p in pieces)
+    text = "".join(p.text for p in pieces if isinstance(p, TextChunk))
+    return text, "".join(p.text for p in pieces if isinstance(p, ReasoningChunk)), [tuple(c) for c in calls.values()]
 
 
 def call(name, arguments):
@@ -85,12 +85,12 @@ def test_any_text_in_any_cut_loses_nothing(text, size, thinking):
 
 def test_text_comes_out_at_once():
     parser = HermesParser()
-    assert parser.feed("one two") == [TextPiece("one two")]
-    assert parser.feed(" three<") == [TextPiece(" three")]
-    assert parser.feed("b>") == [TextPiece("<b>")]
+    assert parser.feed("one two") == [TextChunk("one two")]
+    assert parser.feed(" three<") == [TextChunk(" three")]
+    assert parser.feed("b>") == [TextChunk("<b>")]
 
 
 def test_name_comes_before_the_arguments_are_whole():
     parser = HermesParser()
     (piece,) = parser.feed('<tool_call>\n{"name": "f", "arguments": {')[:1]
-    assert isinstance(piece, ToolCallPiece) and piece.name == "f" and piece.id
+    assert isinstance(piece, CallChunk) and piece.name == "f" and piece.id

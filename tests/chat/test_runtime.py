@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
+from kvcomm_integrations.chat.chunks import CallChunk, FinalChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.runtime import ChatRuntime, runtime_for, tenant_salt
+from kvcomm_integrations.chat.tool_format import tool_use
 from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig
-from kvcomm_integrations.engines.base import SamplingOptions
-from kvcomm_integrations.engines.chat import ChatRuntime, runtime_for, tenant_salt
 from kvcomm_integrations.engines.fake import FakeEngine
-from kvcomm_integrations.engines.pieces import LastPiece, ReasoningPiece, TextPiece, ToolCallPiece
-from kvcomm_integrations.engines.tool_codec import tool_use
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError, EngineError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 TEMPLATE = (
@@ -51,8 +51,8 @@ def runtime(tokenizer, script=ANSWER, **engine) -> ChatRuntime:
 
 def answer(chat: ChatRuntime, **kwargs):
     pieces = list(chat.stream_sync(chat.prepare(USER, **kwargs)))
-    assert isinstance(pieces[-1], LastPiece)
-    assert not any(isinstance(piece, LastPiece) for piece in pieces[:-1])
+    assert isinstance(pieces[-1], FinalChunk)
+    assert not any(isinstance(piece, FinalChunk) for piece in pieces[:-1])
     return pieces
 
 
@@ -73,8 +73,8 @@ def test_the_response_is_registered_with_the_ids_it_was_generated_as(tokenizer):
 def test_thinking_is_not_part_of_the_registered_response(tokenizer):
     chat = runtime(tokenizer, f"<think>\nIs it Rouen? {ANSWER}\n</think>\n\n{ANSWER}")
     pieces = answer(chat)
-    assert "".join(p.text for p in pieces if isinstance(p, TextPiece)) == ANSWER
-    assert "Rouen" in "".join(p.text for p in pieces if isinstance(p, ReasoningPiece))
+    assert "".join(p.text for p in pieces if isinstance(p, TextChunk)) == ANSWER
+    assert "Rouen" in "".join(p.text for p in pieces if isinstance(p, ReasoningChunk))
     assert pieces[-1].usage.reasoning_tokens > 0
     (content,) = registered(chat)
     assert content.text == ANSWER
@@ -141,7 +141,7 @@ async def test_one_runtime_serves_loops_and_threads_at_once(tokenizer):
     for thread in threads:
         await asyncio.to_thread(thread.join)
     for pieces in [*many, *results]:
-        assert "".join(p.text for p in pieces if isinstance(p, TextPiece)) == ANSWER
+        assert "".join(p.text for p in pieces if isinstance(p, TextChunk)) == ANSWER
     assert all(len(registered(chat, f"s{i}")) == 1 for i in range(8))
 
 
@@ -206,5 +206,5 @@ def test_tools_in_another_form_are_refused(tool):
 def test_calls_keep_their_ids_apart(tokenizer):
     block = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     chat = runtime(tokenizer, block * 2)
-    ids = [p.id for p in answer(chat, tools=[TOOL]) if isinstance(p, ToolCallPiece) and p.id]
+    ids = [p.id for p in answer(chat, tools=[TOOL]) if isinstance(p, CallChunk) and p.id]
     assert len(set(ids)) == 2

@@ -12,13 +12,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from kvcomm_integrations.chat.chunks import FinalChunk
+from kvcomm_integrations.chat.runtime import ChatRuntime
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import SamplingOptions
-from kvcomm_integrations.engines.chat import ChatRuntime
 from kvcomm_integrations.engines.fake import FakeEngine
-from kvcomm_integrations.engines.pieces import LastPiece
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import EngineError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 MESSAGES = [ChatMessage(role="user", content="How many primes are there below one hundred, and which is the largest?")]
 
@@ -54,7 +54,7 @@ def test_a_call_is_one_span_with_its_tokens(tiny_model: Path, recorded: Recorded
         chat = chats.prepare(MESSAGES, agent=agent, session="s1", sampling=sampling)
         with recorded.provider.get_tracer("app").start_as_current_span("graph") as parent:
             *_, last = chats.stream_sync(chat)
-        assert isinstance(last, LastPiece)
+        assert isinstance(last, FinalChunk)
         span = recorded.chats[-1]
         assert span.name == "chat org/tiny"
         assert span.kind is SpanKind.INTERNAL

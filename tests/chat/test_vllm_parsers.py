@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.engines.base import SamplingOptions
-from kvcomm_integrations.engines.codecs import codec_for, named_codec
-from kvcomm_integrations.engines.hermes import HermesCodec
-from kvcomm_integrations.engines.pieces import ReasoningPiece, TextPiece, ToolCallPiece
-from kvcomm_integrations.engines.tool_codec import ToolUse, tool_use
-from kvcomm_integrations.engines.vllm_codec import VllmCodec
+from kvcomm_integrations.chat.chunks import CallChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.detect import named_tool_format, tool_format_for
+from kvcomm_integrations.chat.hermes import HermesFormat
+from kvcomm_integrations.chat.tool_format import ToolUse, tool_use
+from kvcomm_integrations.chat.vllm_format import VllmFormat
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -54,14 +54,14 @@ def read(codec: Any, text: str, use: ToolUse, size: int, prompt: str = "q") -> t
         sent = whole
     calls: dict[int, list[str]] = {}
     for piece in pieces:
-        if isinstance(piece, ToolCallPiece):
+        if isinstance(piece, CallChunk):
             entry = calls.setdefault(piece.index, ["", ""])
             entry[0] += piece.name or ""
             entry[1] += piece.arguments
             assert (piece.id is None) == (piece.name is None)
     return (
-        "".join(p.text for p in pieces if isinstance(p, TextPiece)),
-        "".join(p.text for p in pieces if isinstance(p, ReasoningPiece)),
+        "".join(p.text for p in pieces if isinstance(p, TextChunk)),
+        "".join(p.text for p in pieces if isinstance(p, ReasoningChunk)),
         [(name, json.loads(arguments or "{}")) for name, arguments in calls.values()],
     )
 
@@ -80,19 +80,19 @@ CASES = {
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_calls_are_read_as_they_stream(name, size):
-    text, _, calls = read(named_codec(name, None), CASES[name], tool_use(TOOLS), size)
+    text, _, calls = read(named_tool_format(name, None), CASES[name], tool_use(TOOLS), size)
     assert calls == [("weather", {"city": "Paris"})]
     assert text.strip() == ""
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_text_without_calls_stays_text(name):
-    assert read(named_codec(name, None), "It is sunny.", tool_use(TOOLS), 3) == ("It is sunny.", "", [])
+    assert read(named_tool_format(name, None), "It is sunny.", tool_use(TOOLS), 3) == ("It is sunny.", "", [])
 
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_thinking_is_read(size):
-    codec = named_codec("hermes", "deepseek_r1")
+    codec = named_tool_format("hermes", "deepseek_r1")
     text, reasoning, calls = read(codec, "let me see</think>" + CASES["hermes"], tool_use(TOOLS), size, "q<think>")
     assert (text.strip(), reasoning, calls) == ("", "let me see", [("weather", {"city": "Paris"})])
     assert read(codec, "let me see</think>Sunny.", ToolUse(), size)[:2] == ("Sunny.", "let me see")
@@ -102,7 +102,7 @@ PROMPT = SegmentedPrompt((1,), (), "question")
 
 
 def test_a_forced_call_is_constrained():
-    codec = named_codec("hermes", None)
+    codec = named_tool_format("hermes", None)
     sampling = codec.adjust(TOKENIZER, tool_use(TOOLS, "required"), SamplingOptions(seed=1), PROMPT)
     assert sampling.seed == 1
     assert "weather" in json.dumps(sampling.structured_output) and "city" in json.dumps(sampling.structured_output)
@@ -116,7 +116,7 @@ def test_our_structural_tags_are_what_vllm_takes():
     from vllm.parser.abstract_parser import structured_outputs_to_format
     from vllm.sampling_params import StructuredOutputsParams
 
-    codec = HermesCodec()
+    codec = HermesFormat()
     for use, answer in (
         (tool_use(TOOLS, "required"), None),
         (tool_use(TOOLS, strict=True), None),
@@ -130,7 +130,7 @@ def test_our_structural_tags_are_what_vllm_takes():
 
 def test_our_structural_tags_compile():
     xgrammar = pytest.importorskip("xgrammar")
-    codec = HermesCodec()
+    codec = HermesFormat()
     info = xgrammar.TokenizerInfo([chr(i) for i in range(32, 127)], stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
     call = CASES["hermes"]
@@ -152,7 +152,7 @@ def test_our_structural_tags_compile():
 ANSWER = '{"city": "x"}'
 
 
-@pytest.mark.parametrize("codec", [HermesCodec(), named_codec("hermes", "deepseek_r1")], ids=["hermes", "vllm"])
+@pytest.mark.parametrize("codec", [HermesFormat(), named_tool_format("hermes", "deepseek_r1")], ids=["hermes", "vllm"])
 @pytest.mark.parametrize(
     ("prompt", "good", "bad"),
     [
@@ -181,12 +181,12 @@ def test_a_constraint_begins_after_the_thinking(codec, prompt, good, bad):
 
 def test_a_model_that_does_not_think_is_constrained_from_the_first_token():
     asked = SamplingOptions(structured_output={"json": SCHEMA})
-    assert HermesCodec().adjust(TOKENIZER, ToolUse(), asked, PROMPT) == asked
+    assert HermesFormat().adjust(TOKENIZER, ToolUse(), asked, PROMPT) == asked
 
 
 def test_unknown_parsers_are_refused():
     with pytest.raises(ConfigurationError, match="no-such"):
-        read(named_codec("no-such", None), "x", tool_use(TOOLS), 1)
+        read(named_tool_format("no-such", None), "x", tool_use(TOOLS), 1)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_unknown_parsers_are_refused():
     ],
 )
 def test_the_family_is_told_by_the_template(template, parser):
-    codec = codec_for(tokenizer_of(template))
-    assert isinstance(codec, VllmCodec) and codec.tool_parser == parser
+    codec = tool_format_for(tokenizer_of(template))
+    assert isinstance(codec, VllmFormat) and codec.tool_parser == parser
 
 
 def test_most_models_speak_hermes_and_harmony_is_refused():
-    assert isinstance(codec_for(TOKENIZER), HermesCodec)
+    assert isinstance(tool_format_for(TOKENIZER), HermesFormat)
     with pytest.raises(UnsupportedModelError, match="Harmony"):
-        codec_for(tokenizer_of("<|channel|><|message|>"))
+        tool_format_for(tokenizer_of("<|channel|><|message|>"))

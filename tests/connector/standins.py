@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.connector.scheduler import SchedulerHalf
+from kvcomm_integrations.connector.scheduler import ConnectorScheduler
 from kvcomm_integrations.wire import WIRE_KEY
 
 BLOCK = 16
@@ -83,10 +83,10 @@ def segment(kind: str, start: int, end: int, name: str = "") -> dict[str, Any]:
     return {"kind": kind, "start": start, "end": end, **({"name": name} if name else {})}
 
 
-def make_half(*, ranks: int = 1, repair: bool = True, verified: bool = True, **options: Any) -> SchedulerHalf:
+def make_half(*, ranks: int = 1, repair: bool = True, verified: bool = True, **options: Any) -> ConnectorScheduler:
     """A scheduler half whose workers have reported for duty."""
     defaults: dict[str, Any] = {"audit_rate": 0.0, "learn_rate": 0.0, "min_segment_tokens": 4, "repair_depth": 4}
-    half = SchedulerHalf(engine_config(ranks=ranks), cache_config(), ReuseConfig(**{**defaults, **options}))
+    half = ConnectorScheduler(engine_config(ranks=ranks), cache_config(), ReuseConfig(**{**defaults, **options}))
     half.acknowledge(WorkerReport(verified=verified, repair_known=True, repair_refusal=None if repair else "no runner"))
     return half
 
@@ -94,7 +94,7 @@ def make_half(*, ranks: int = 1, repair: bool = True, verified: bool = True, **o
 class Engine:
     """Walks requests through a scheduler half as vLLM does, one at a time."""
 
-    def __init__(self, half: SchedulerHalf) -> None:
+    def __init__(self, half: ConnectorScheduler) -> None:
         self.half = half
         self.tables: dict[str, tuple[int, ...]] = {}
         self._blocks = count(1)

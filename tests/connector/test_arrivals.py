@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcomm_integrations.connector.arrivals import PATIENCE, Arrivals
-from kvcomm_integrations.connector.index import ACKNOWLEDGE_STEPS
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
-from kvcomm_integrations.connector.worker import WorkerHalf
-from kvcomm_integrations.reuse.policies.base import KV, is_finite
+from kvcomm_integrations.connector.worker.transfer import PATIENCE, Arrivals
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS
+from kvcomm_integrations.reuse.kv import KV, is_finite
 from kvcomm_integrations.reuse.transfers import ToHost, to_device
 from tests.connector.test_worker import _fill, _harvest, _worker
 
@@ -35,7 +35,7 @@ def sent() -> list[Late]:
 
 
 @pytest.fixture
-def half(sent: list[Late]) -> WorkerHalf:
+def half(sent: list[Late]) -> ConnectorWorker:
     half = _worker()
     half._vllm_config.parallel_config.rank = 0
 
@@ -48,11 +48,11 @@ def half(sent: list[Late]) -> WorkerHalf:
     return half
 
 
-def report_of(half: WorkerHalf) -> WorkerReport:
+def report_of(half: ConnectorWorker) -> WorkerReport:
     return half.take_report() or WorkerReport()
 
 
-def test_a_reference_counts_once_it_is_there(half: WorkerHalf, sent: list[Late]) -> None:
+def test_a_reference_counts_once_it_is_there(half: ConnectorWorker, sent: list[Late]) -> None:
     _harvest(half, 7, (0, 1, 2), 0, 40)
     _harvest(half, 8, (0, 1, 2), 20, 40)
     half.take_stats()
@@ -65,7 +65,7 @@ def test_a_reference_counts_once_it_is_there(half: WorkerHalf, sent: list[Late])
     assert report_of(half).stored == {}
 
 
-def test_what_the_engine_writes_meanwhile_does_not_matter(half: WorkerHalf, sent: list[Late]) -> None:
+def test_what_the_engine_writes_meanwhile_does_not_matter(half: ConnectorWorker, sent: list[Late]) -> None:
     """vLLM may give the blocks to somebody else as soon as the step is over."""
     source = _fill(half, (0, 1, 2), 40, seed=4)
     _harvest(half, 7, (0, 1, 2), 0, 40)
@@ -75,7 +75,9 @@ def test_what_the_engine_writes_meanwhile_does_not_matter(half: WorkerHalf, sent
     assert torch.equal(half.store.get(7).values, source.values)
 
 
-def test_one_that_is_late_is_waited_for_before_it_would_be_taken_for_lost(half: WorkerHalf, sent: list[Late]) -> None:
+def test_one_that_is_late_is_waited_for_before_it_would_be_taken_for_lost(
+    half: ConnectorWorker, sent: list[Late]
+) -> None:
     _harvest(half, 7, (0, 1, 2), 0, 40)
     for _ in range(PATIENCE):
         assert report_of(half).stored == {}
@@ -84,7 +86,7 @@ def test_one_that_is_late_is_waited_for_before_it_would_be_taken_for_lost(half: 
     assert sent[0].waited and PATIENCE < ACKNOWLEDGE_STEPS
 
 
-def test_one_that_is_no_number_is_reported(half: WorkerHalf, sent: list[Late]) -> None:
+def test_one_that_is_no_number_is_reported(half: ConnectorWorker, sent: list[Late]) -> None:
     _harvest(half, 7, (0, 1, 2), 0, 40)
     sent[0].kv.values[0, 0, 0, 0] = torch.nan
     sent[0].here = True
@@ -94,7 +96,7 @@ def test_one_that_is_no_number_is_reported(half: WorkerHalf, sent: list[Late]) -
 
 
 @pytest.mark.parametrize("why", ["dropped", "weights", "disabled"])
-def test_one_that_nobody_wants_any_more_is_not_stored(half: WorkerHalf, sent: list[Late], why: str) -> None:
+def test_one_that_nobody_wants_any_more_is_not_stored(half: ConnectorWorker, sent: list[Late], why: str) -> None:
     _harvest(half, 7, (0, 1, 2), 0, 40)
     if why == "dropped":
         half.save(StepMetadata(drops=[7, 9]))

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.connector.background import Background
-from kvcomm_integrations.connector.leverages import LeverageBook
+from kvcomm_integrations.connector.worker.background import Background
+from kvcomm_integrations.connector.worker.learner import LeverageTable
+from kvcomm_integrations.reuse.edge import Edge, Readiness
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Readiness
 from kvcomm_integrations.reuse.references import Reference
 
 EDGE = Edge("a", "b", "text")
@@ -54,7 +55,7 @@ def test_it_yields_to_the_engine() -> None:
 
 def test_a_leverage_is_computed_once_until_the_edge_learns() -> None:
     torch.manual_seed(0)
-    policy, book = create_policy("ridge"), LeverageBook()
+    policy, book = create_policy("ridge"), LeverageTable()
     kv = KV(torch.randn(3, 2, 20, 4), torch.randn(3, 2, 20, 4))
     reference = Reference(1, *kv, source="a", name="text")
     assert book.of("ridge", policy, EDGE, reference) is None
@@ -75,7 +76,7 @@ def test_a_leverage_is_computed_once_until_the_edge_learns() -> None:
 
 
 def test_what_was_computed_while_the_edge_learned_is_not_kept() -> None:
-    book, reference = LeverageBook(), Reference(1, *torch.randn(2, 3, 2, 20, 4), source="a", name="text")
+    book, reference = LeverageTable(), Reference(1, *torch.randn(2, 3, 2, 20, 4), source="a", name="text")
     values = iter((0.25, 0.5))
 
     class Learning:
@@ -90,7 +91,7 @@ def test_what_was_computed_while_the_edge_learned_is_not_kept() -> None:
 
 LEAVING = """
 import time, torch
-from kvcomm_integrations.connector.background import Background
+from kvcomm_integrations.connector.worker.background import Background
 
 def work():
     for _ in range(40):

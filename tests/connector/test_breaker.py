@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvcomm_integrations.connector.breaker import LONGEST_PAUSE_S, CircuitBreaker
-from kvcomm_integrations.connector.index import EntryState
+from kvcomm_integrations.connector.circuit_breaker import LONGEST_PAUSE_S, CircuitBreaker
 from kvcomm_integrations.connector.metadata import LoadResult, WorkerReport
+from kvcomm_integrations.planning.reference_index import EntryState
 from tests.connector.standins import Engine, make_half, make_request, segment
 
 

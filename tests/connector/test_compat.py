@@ -16,7 +16,7 @@ from kvcomm_integrations.connector.compat import (
     hash_block_size,
     unsupported_reason,
 )
-from kvcomm_integrations.connector.scheduler import SchedulerHalf
+from kvcomm_integrations.connector.scheduler import ConnectorScheduler
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, cache_config, engine_config, make_request, spec
 
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
@@ -75,7 +75,7 @@ ACCEPTED = [
 def test_what_is_not_understood_is_served_densely(engine: Any, caches: Any, reason: str) -> None:
     refusal = unsupported_reason(engine, caches)
     assert refusal is not None and reason in refusal
-    half = SchedulerHalf(engine, caches, ReuseConfig())
+    half = ConnectorScheduler(engine, caches, ReuseConfig())
     request = make_request(list(range(40)), {"segments": []})
     half.new(request)
     assert half.match(request, 0) == 0

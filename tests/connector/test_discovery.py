@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.connector.discovery import PIECE
-from kvcomm_integrations.connector.runs import RunIndex
+from kvcomm_integrations.planning.content_keys import PIECE
+from kvcomm_integrations.planning.ngram_index import NgramIndex
 from tests.connector.standins import Engine, make_half, make_request, segment
 
 LEAST = 20
@@ -108,7 +108,7 @@ def test_long_prompts_are_kept_in_pieces() -> None:
 
 @pytest.mark.parametrize("start", [0, 3, 52])
 def test_the_longest_run_from_a_position(start: int) -> None:
-    index = RunIndex()
+    index = NgramIndex()
     index.add(1, "s", SHARED)
     ids = text(10, 5) + SHARED[start:] + text(11, 5)
     length = index.longest("s", ids, 5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.connector.metadata import AuditResult, WorkerReport
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.wire import RequestReport, SegmentReport
 from tests.connector.standins import Engine, make_half
 from tests.connector.test_scheduler import QUESTION, ask, other

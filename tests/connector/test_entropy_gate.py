@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 from tests.connector.standins import Engine, make_half, make_request, segment
 from tests.connector.test_scheduler import ask, other
 

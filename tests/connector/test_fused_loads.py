@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.connector.faults import SWITCH
-from kvcomm_integrations.connector.fused_loads import FusedLoads
 from kvcomm_integrations.connector.metadata import LoadJob, LoadSpan, ObserveJob, StepMetadata
-from kvcomm_integrations.connector.paged import Layout, PagedCache
-from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.connector.worker.fault_injection import SWITCH
+from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
+from kvcomm_integrations.connector.worker.transfer import FusedLoads
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.reuse.affine import Correction
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from tests.connector.test_worker import BLOCK, DIM, EDGE, HEADS, LAYERS, _harvest, _worker
 from tests.interpreted import DEVICES, needs_triton, not_interpreted, run_interpreted
 
@@ -21,7 +21,7 @@ BLOCKS, START, END = (6, 7, 9), 9, 47
 SPAN = LoadSpan(2, offset=3, start=START, end=END, edge=EDGE)
 
 
-def taught(device: str, dtype: torch.dtype = torch.float32, edge: bool = True) -> WorkerHalf:
+def taught(device: str, dtype: torch.dtype = torch.float32, edge: bool = True) -> ConnectorWorker:
     """A worker with a GPU's layout that holds reference 2, and knows its edge if wanted."""
     half = _worker()
     assert half.rope is not None
@@ -39,14 +39,14 @@ def taught(device: str, dtype: torch.dtype = torch.float32, edge: bool = True) -
     return half
 
 
-def fill(half: WorkerHalf, blocks: tuple[int, ...], seed: int) -> None:
+def fill(half: ConnectorWorker, blocks: tuple[int, ...], seed: int) -> None:
     assert half.cache is not None and half.rope is not None
     generator = torch.Generator().manual_seed(seed)
     kv = KV(*(torch.randn(LAYERS, HEADS, 44, DIM, generator=generator) for _ in range(2)))
     half.cache.write(blocks, 0, KV(half.rope.rotate(kv.keys, torch.arange(44)), kv.values))
 
 
-def load(half: WorkerHalf, policy: str = "ridge", exact: bool = False) -> tuple[KV, str]:
+def load(half: ConnectorWorker, policy: str = "ridge", exact: bool = False) -> tuple[KV, str]:
     """What a load leaves in the cache, and its fault."""
     assert half.cache is not None
     half.cache.write(BLOCKS, 0, KV(*(torch.zeros(LAYERS, HEADS, 48, DIM) for _ in range(2))))
@@ -60,7 +60,7 @@ def load(half: WorkerHalf, policy: str = "ridge", exact: bool = False) -> tuple[
 class Kernel:
     """In place of the kernel: writes the plain estimate, spoiled if wanted, and counts its calls."""
 
-    def __init__(self, half: WorkerHalf, error: float = 0.0, strange: int = 0, fails: bool = False) -> None:
+    def __init__(self, half: ConnectorWorker, error: float = 0.0, strange: int = 0, fails: bool = False) -> None:
         assert half.cache is not None and half._mover is not None
         self.half, self.error, self.strange, self.fails = half, error, strange, fails
         self.calls = 0

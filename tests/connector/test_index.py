@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState, ReferenceIndex
-from kvcomm_integrations.connector.runs import LONGEST, WINDOW, RunIndex
+from kvcomm_integrations.planning.ngram_index import LONGEST, WINDOW, NgramIndex
+from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState, ReferenceIndex
 
 
 def promise(index: ReferenceIndex, name: str, tokens: int, *, ready: bool = True, scope: str = "s") -> Entry | None:
@@ -38,7 +38,7 @@ def test_the_budget_holds_and_nothing_is_lost(budget: int, actions: list[tuple[s
     issued: set[int] = set()
     dropped: list[int] = []
     for action, a, b in actions:
-        promised = {e.ref_id for e in index.entries() if e.state is EntryState.PROMISED}
+        promised = {e.ref_id for e in index.entries() if e.state is EntryState.RESERVED}
         if action == "promise":
             entry = index.promise(ContentKey(f"s{a % 2}", str(a)), b, name="n", source="x", dense=True, owner="r")
             if entry is not None:
@@ -109,7 +109,7 @@ def test_a_reference_is_ready_once_every_rank_holds_it() -> None:
     assert entry is not None
     for ranks in (1, 2):
         index.acknowledge(entry.ref_id, ranks)
-        assert entry.state is EntryState.PROMISED
+        assert entry.state is EntryState.RESERVED
     index.acknowledge(entry.ref_id, 1)
     assert entry.state is EntryState.READY
     index.acknowledge(99, 4)  # of something forgotten in the meantime
@@ -151,7 +151,7 @@ def naive_find(held: dict[int, tuple[str, list[int]]], scope: str, ids: list[int
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_found_part_really_is_there(data: st.DataObject) -> None:
-    runs = RunIndex()
+    runs = NgramIndex()
     held: dict[int, tuple[str, list[int]]] = {}
     texts = st.lists(st.integers(0, 2), min_size=0, max_size=30)
     for ref in range(data.draw(st.integers(1, 5))):
@@ -171,7 +171,7 @@ def test_a_found_part_really_is_there(data: st.DataObject) -> None:
 
 
 def test_too_long_and_too_short_references_are_not_searched() -> None:
-    runs = RunIndex()
+    runs = NgramIndex()
     runs.add(1, "s", range(LONGEST + 1))
     runs.add(2, "s", range(WINDOW - 1))
     assert len(runs) == 0

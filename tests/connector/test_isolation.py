@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.connector.isolation import HashGuard
+from kvcomm_integrations.connector.block_hashes import HashGuard
 from tests.connector.standins import BLOCK, exact_hashes, make_request
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from kvcomm_integrations.config import Isolation
-from kvcomm_integrations.connector.index import ACKNOWLEDGE_STEPS, ContentKey, ReferenceIndex
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS, ContentKey, ReferenceIndex
+from kvcomm_integrations.reuse.edge import Edge
 from tests.connector.standins import BYTES_PER_TOKEN, Engine, make_half, make_request, segment
 from tests.connector.test_index import names, promise
 

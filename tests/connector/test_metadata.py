@@ -6,7 +6,7 @@ import pickle
 from itertools import permutations
 
 from kvcomm_integrations.connector.metadata import AuditResult, LoadResult, WorkerReport
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.reuse.edge import Edge
 
 EDGE = Edge("a", "b", "q")
 

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvcomm_integrations.connector import series
+from kvcomm_integrations.connector import metrics as series
 from kvcomm_integrations.connector.connector import KVCommConnector
-from kvcomm_integrations.connector.labels import CHANGES, WATCHED, TopLabels
 from kvcomm_integrations.connector.metadata import AuditResult, LoadResult, WorkerReport
-from kvcomm_integrations.connector.series import Kind, Series
-from kvcomm_integrations.connector.stats import KEPT, ReuseStats, series_key
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.connector.meter import CHANGES, WATCHED, TopLabels
+from kvcomm_integrations.connector.metrics import KEPT, Kind, ReuseStats, Series, series_key
+from kvcomm_integrations.reuse.edge import Edge
 
 from .standins import Engine, make_half, make_request, segment
 

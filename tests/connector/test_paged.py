@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.connector.paged import Layout, PagedCache, probe_layout
+from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache, probe_layout
 from kvcomm_integrations.errors import UnsupportedModelError
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 
 BLOCKS, HEADS, SIZE, DIM, LAYERS = 7, 2, 5, 4, 3
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.connector.index import ContentKey, Entry, EntryState
-from kvcomm_integrations.connector.plan import Candidate, Limits, Plan, cover, describe, make_plan
+from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, cover, describe, make_plan
+from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState
 from kvcomm_integrations.wire import Segment, SegmentKind
 
 

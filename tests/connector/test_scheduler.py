@@ -10,10 +10,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.connector.edges import EdgeBook
 from kvcomm_integrations.connector.metadata import LoadResult, WorkerReport
-from kvcomm_integrations.reuse.policies import POLICY_NAMES
-from kvcomm_integrations.reuse.policies.base import Edge
+from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.traits import POLICY_NAMES
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
 
 GLUE = [1, 2, 3, 4, 5, 6]
@@ -361,7 +361,7 @@ def test_a_request_made_of_thousands_of_segments_does_not_stop_the_engine() -> N
 
 
 def test_the_edge_book_stays_small() -> None:
-    book = EdgeBook(ReuseConfig(), limit=10)
+    book = EdgeTable(ReuseConfig(), limit=10)
     for number in range(50):
         edge = Edge("a", str(number), "q")
         book.audited("aligned", edge, 0.1)

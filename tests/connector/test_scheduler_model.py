@@ -20,7 +20,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from kvcomm_integrations.config import Isolation
-from kvcomm_integrations.connector.index import ACKNOWLEDGE_STEPS, EntryState
 from kvcomm_integrations.connector.metadata import (
     AuditResult,
     LoadJob,
@@ -29,6 +28,7 @@ from kvcomm_integrations.connector.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS, EntryState
 from kvcomm_integrations.wire import WIRE_KEY, RequestReport
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, exact_hashes, make_half, make_request, segment
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.connector.seams import MAX_SEAM, Row
+from kvcomm_integrations.planning.contiguous import MAX_SEAM, Row
 from tests.connector.standins import Engine, make_half, make_request, segment
 
 SYSTEM, OTHER, THIRD = ([base + i for i in range(9)] for base in (1000, 2000, 3000))

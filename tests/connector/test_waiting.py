@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvcomm_integrations.connector.waiting import hits_unwritten
+from kvcomm_integrations.connector.scheduler import hits_unwritten
 
 
 def request(hashes: str, computed: int = 0, status: Any = RequestStatus.RUNNING) -> Any:

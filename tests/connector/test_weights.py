@@ -11,8 +11,8 @@ import pytest
 
 from kvcomm_integrations.connector.compat import watch_weights
 from kvcomm_integrations.connector.metadata import HarvestJob, ObserveJob, StepMetadata, WorkerReport
-from kvcomm_integrations.connector.state_calls import StateCalls
-from kvcomm_integrations.connector.worker import WorkerHalf
+from kvcomm_integrations.connector.worker.state_rpc import StateRpc
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from tests.connector.standins import Engine, make_half, make_request, segment
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
@@ -65,7 +65,7 @@ def test_half_a_reload_is_one_too() -> None:
 
 
 @pytest.fixture
-def half() -> WorkerHalf:
+def half() -> ConnectorWorker:
     """A worker that holds a reference and has learned from it."""
     half = _worker()
     _fill(half, (0, 1, 2), 40, seed=3)
@@ -76,7 +76,7 @@ def half() -> WorkerHalf:
     return half
 
 
-def test_a_worker_forgets_what_it_held_and_learned(half: WorkerHalf) -> None:
+def test_a_worker_forgets_what_it_held_and_learned(half: ConnectorWorker) -> None:
     runner = Runner()
     half.attach(runner)
     runner.reload_weights()
@@ -87,7 +87,7 @@ def test_a_worker_forgets_what_it_held_and_learned(half: WorkerHalf) -> None:
     assert half.learner.background.wait(10) and not half.learner.leverages._known
 
 
-def test_orders_given_before_the_scheduler_half_knew_are_not_obeyed(half: WorkerHalf) -> None:
+def test_orders_given_before_the_scheduler_half_knew_are_not_obeyed(half: ConnectorWorker) -> None:
     half.weights_changed(True)
     half.take_report()
     orders = StepMetadata(
@@ -146,9 +146,9 @@ def test_ranks_join_what_they_know_of_weights() -> None:
 
 
 def test_a_state_file_is_not_written_of_weights_that_no_folder_has(
-    half: WorkerHalf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: ConnectorWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcomm_integrations.connector.state_calls.rank_heads", lambda config: (0, 2))
+    monkeypatch.setattr("kvcomm_integrations.connector.worker.state_rpc.rank_heads", lambda config: (0, 2))
     model = SimpleNamespace(
         model=str(tmp_path / "a"),
         revision=None,
@@ -157,7 +157,7 @@ def test_a_state_file_is_not_written_of_weights_that_no_folder_has(
     )
     parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
-    calls, path = StateCalls(config, half), str(tmp_path / "state")
+    calls, path = StateRpc(config, half), str(tmp_path / "state")
     assert "error" not in calls.call("save", path, None)
     half.weights_changed(False)
     assert "replaced" in calls.call("save", path, None)["error"]

@@ -11,26 +11,27 @@ import torch
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata
-from kvcomm_integrations.connector.paged import Layout, PagedCache
-from kvcomm_integrations.connector.state_calls import StateCalls
-from kvcomm_integrations.connector.worker import WorkerHalf
-from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
+from kvcomm_integrations.connector.worker.state_rpc import StateRpc
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.rope import Rope
 
 LAYERS, HEADS, BLOCK, DIM = 3, 2, 16, 8
 EDGE = Edge("a", "b", "text")
 
 
-def _worker() -> WorkerHalf:
+def _worker() -> ConnectorWorker:
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    half = WorkerHalf(config, ReuseConfig(policy="ridge"))
+    half = ConnectorWorker(config, ReuseConfig(policy="ridge"))
     cache = PagedCache([torch.zeros(12, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)], Layout.CPU)
     half.use(cache, Rope(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM)))
     half.verified = True
     return half
 
 
-def _fill(half: WorkerHalf, blocks: tuple[int, ...], tokens: int, seed: int) -> KV:
+def _fill(half: ConnectorWorker, blocks: tuple[int, ...], tokens: int, seed: int) -> KV:
     """Random pre-RoPE KV, written into the cache as the engine would; returns it without rotation."""
     assert half.cache is not None and half.rope is not None
     generator = torch.Generator().manual_seed(seed)
@@ -39,7 +40,7 @@ def _fill(half: WorkerHalf, blocks: tuple[int, ...], tokens: int, seed: int) -> 
     return kv
 
 
-def _harvest(half: WorkerHalf, ref_id: int, blocks: tuple[int, ...], start: int, end: int) -> None:
+def _harvest(half: ConnectorWorker, ref_id: int, blocks: tuple[int, ...], start: int, end: int) -> None:
     job = HarvestJob(ref_id, blocks, start, end, name="text", source="a", scope="", dense=True)
     half.save(StepMetadata(harvests=[job]))
 
@@ -89,7 +90,7 @@ def test_unequal_keys_of_equal_tokens_switch_reuse_off() -> None:
     assert len(half.store) == 0
 
 
-def _lessons(half: WorkerHalf, *edges: Edge) -> None:
+def _lessons(half: ConnectorWorker, *edges: Edge) -> None:
     for number, edge in enumerate(edges):
         _fill(half, (3, 4), 25, seed=10 + number)
         half.save(StepMetadata(observes=[ObserveJob("ridge", edge, 1, 0, (3, 4), 0, 20)]))
@@ -142,7 +143,7 @@ def test_a_replaced_state_is_reported_with_the_leverage_of_what_is_held() -> Non
 def test_calls_about_state_answer_with_their_error(tmp_path: Path) -> None:
     half = _worker()
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=2))
-    calls = StateCalls(config, half)
+    calls = StateRpc(config, half)
     assert "pipeline parallelism" in calls.call("save", str(tmp_path / "s"), None)["error"]
     assert "nothing has been loaded" in calls.call("apply", False)["error"]
     config.parallel_config.pipeline_parallel_size = 1
@@ -163,14 +164,14 @@ def test_state_of_a_policy_with_options_is_kept_and_taken_back(tmp_path: Path, m
     _harvest(half, 1, (0, 1, 2), 0, 40)
     _fill(half, (3, 4), 25, seed=10)
     half.save(StepMetadata(observes=[ObserveJob("ridge:rank=4", EDGE, 1, 0, (3, 4), 0, 20)]))
-    monkeypatch.setattr("kvcomm_integrations.connector.state_calls.rank_heads", lambda config: (0, HEADS))
+    monkeypatch.setattr("kvcomm_integrations.connector.worker.state_rpc.rank_heads", lambda config: (0, HEADS))
     text = SimpleNamespace(to_dict=lambda: {"hidden_size": 1})
     model = SimpleNamespace(
         model=str(tmp_path), revision=None, hf_text_config=text, get_total_num_kv_heads=lambda: HEADS
     )
     parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
-    calls, path = StateCalls(config, half), str(tmp_path / "state")
+    calls, path = StateRpc(config, half), str(tmp_path / "state")
     saved = calls.call("save", path, None)
     assert (saved["edges"], saved["examples"]) == (1, 1)
     assert calls.call("clear", None) == {"edges": 1}

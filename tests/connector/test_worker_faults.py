@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvcomm_integrations.connector import worker as worker_module
-from kvcomm_integrations.connector.faults import SWITCH, FaultSwitch
 from kvcomm_integrations.connector.metadata import (
     AuditJob,
     AuditVariant,
@@ -22,8 +21,8 @@ from kvcomm_integrations.connector.metadata import (
     StepMetadata,
     WorkerReport,
 )
-from kvcomm_integrations.connector.rescue import MEMORY
-from kvcomm_integrations.connector.worker import FAILED_ALONE, WorkerHalf
+from kvcomm_integrations.connector.worker.fault_injection import SWITCH, FaultInjector
+from kvcomm_integrations.connector.worker.worker import FAILED_ALONE, MEMORY, ConnectorWorker
 from kvcomm_integrations.errors import ConfigurationError, EngineError
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
@@ -38,7 +37,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def half() -> WorkerHalf:
+def half() -> ConnectorWorker:
     half = _worker()
     _fill(half, (0, 1, 2), 40, seed=3)
     _harvest(half, 7, (0, 1, 2), 0, 40)
@@ -47,7 +46,7 @@ def half() -> WorkerHalf:
 
 
 @pytest.fixture
-def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def rescued(half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The gaps that the repair pass was given."""
     gaps: list[Any] = []
 
@@ -66,13 +65,13 @@ def rescued(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return gaps
 
 
-def report_of(half: WorkerHalf) -> WorkerReport:
+def report_of(half: ConnectorWorker) -> WorkerReport:
     report = half.take_report()
     assert report is not None
     return report
 
 
-def learn(half: WorkerHalf) -> None:
+def learn(half: ConnectorWorker) -> None:
     _fill(half, (3, 4), 32, seed=4)
     half.save(StepMetadata(observes=[ObserveJob("ridge", EDGE, 7, 0, (3, 4), 0, 30)]))
 
@@ -80,7 +79,7 @@ def learn(half: WorkerHalf) -> None:
 @pytest.mark.parametrize(
     ("seam", "kind"), [("reference", "raise"), ("correct", "raise"), ("correct", "nan"), ("reference", "nan")]
 )
-def test_a_failed_load_is_computed_whole(half: WorkerHalf, rescued: list[Any], seam: str, kind: str) -> None:
+def test_a_failed_load_is_computed_whole(half: ConnectorWorker, rescued: list[Any], seam: str, kind: str) -> None:
     half.faults.arm(seam, kind)
     half.load(StepMetadata(loads=[JOB]))
     [gap] = rescued
@@ -89,13 +88,13 @@ def test_a_failed_load_is_computed_whole(half: WorkerHalf, rescued: list[Any], s
     assert torch.count_nonzero(half.cache.read((5, 6, 7), 16, 40).keys) == 0  # nothing was written before the check
     assert report_of(half).loads["r"].fault
     assert (half.loaded_tokens, half.repaired_tokens) == (0, 24)
-    assert half.bad_blocks.take() == set()
+    assert half.load_errors.take() == set()
     half.load(StepMetadata(loads=[JOB]))
     assert report_of(half).loads["r"].fault == ""
 
 
 def test_a_forward_that_went_round_what_had_joined_it_ends_the_engine(
-    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+    half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens would be counted as repaired, and the answer made from nothing."""
     asked: list[Any] = []
@@ -120,23 +119,25 @@ def test_a_forward_that_went_round_what_had_joined_it_ends_the_engine(
     assert report_of(half).loads["gappy"].repair_ms >= 5
 
 
-def test_without_a_repair_pass_vllm_hears_of_the_blocks(half: WorkerHalf) -> None:
+def test_without_a_repair_pass_vllm_hears_of_the_blocks(half: ConnectorWorker) -> None:
     half.faults.arm("correct", "raise")
     half.load(StepMetadata(loads=[JOB]))
-    assert half.bad_blocks.take() == BLOCKS_LOST
-    assert half.bad_blocks.take() == set()
+    assert half.load_errors.take() == BLOCKS_LOST
+    assert half.load_errors.take() == set()
     assert "injected" in report_of(half).loads["r"].fault
 
 
 @pytest.mark.parametrize("seam", ["repair", "forward"])
-def test_a_failed_repair_pass_loses_only_those_that_needed_it(half: WorkerHalf, rescued: list[Any], seam: str) -> None:
+def test_a_failed_repair_pass_loses_only_those_that_needed_it(
+    half: ConnectorWorker, rescued: list[Any], seam: str
+) -> None:
     whole = LoadJob("whole", (8, 9), "aligned", (LoadSpan(7, 0, 16, 32, EDGE),), (), (0,) * 16, 16, 32)
     gappy = LoadJob("gappy", (5, 6, 7), "aligned", (SPAN,), ((16, 20),), tuple(range(24)), 16, 40)
     half.faults.arm(seam, "raise")
     half.load(StepMetadata(loads=[whole, gappy]))
     loads = report_of(half).loads
     assert loads["whole"].fault == "" and "repair" in loads["gappy"].fault
-    assert half.bad_blocks.take() == BLOCKS_LOST
+    assert half.load_errors.take() == BLOCKS_LOST
     assert rescued == []
 
 
@@ -154,7 +155,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_ranks_wait_for_one_another_a_fault_ends_the_process(
-    half: WorkerHalf, rescued: list[Any], ended: None
+    half: ConnectorWorker, rescued: list[Any], ended: None
 ) -> None:
     half._vllm_config.parallel_config.world_size = 2
     half.faults.arm("forward", "raise")
@@ -163,7 +164,7 @@ def test_where_ranks_wait_for_one_another_a_fault_ends_the_process(
 
 
 def test_before_that_ranks_agree_not_to_start(
-    half: WorkerHalf, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
+    half: ConnectorWorker, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half._vllm_config.parallel_config.world_size = 2
     half.faults.arm("repair", "raise")
@@ -171,15 +172,15 @@ def test_before_that_ranks_agree_not_to_start(
     assert "injected" in report_of(half).loads["r"].fault
     answers = [[""], ["another rank failed"]]  # the loads went well, the preparation did not
     monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: answers.pop(0))
-    half.bad_blocks.take()
+    half.load_errors.take()
     half.load(StepMetadata(loads=[GAPPY]))
-    assert half.bad_blocks.take() == BLOCKS_LOST
+    assert half.load_errors.take() == BLOCKS_LOST
     assert "another rank failed" in report_of(half).loads["r"].fault
     assert rescued == [] and half.repaired_tokens == 0
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_ranks_agree_before_an_audit(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+def test_ranks_agree_before_an_audit(half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
     """A rank that does not come along would leave the others waiting inside the model."""
     started: list[AuditJob] = []
     monkeypatch.setattr(worker_module, "audit", lambda runner, cache, job, *rest: started.append(job) or [])
@@ -195,7 +196,7 @@ def test_ranks_agree_before_an_audit(half: WorkerHalf, monkeypatch: pytest.Monke
     assert half._report.faults == ({} if other else {"audit": 1})
 
 
-def test_an_audit_that_fails_inside_the_model(half: WorkerHalf, ended: None) -> None:
+def test_an_audit_that_fails_inside_the_model(half: ConnectorWorker, ended: None) -> None:
     job = AuditJob("r", (5, 6, 7), (0,) * 42, 40, 0, (AuditVariant("aligned", (SPAN,), ((0, 20),), 40),))
     half.save(StepMetadata(audits=[job]))  # there is no runner here
     assert report_of(half).faults == {"audit": 1}
@@ -205,7 +206,7 @@ def test_an_audit_that_fails_inside_the_model(half: WorkerHalf, ended: None) -> 
 
 
 def test_a_fault_of_another_rank_is_ours_too(
-    half: WorkerHalf, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
+    half: ConnectorWorker, rescued: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [["another rank failed"], [""]]  # while loading; in preparing the repair pass, none did
     monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: answers.pop(0))
@@ -214,7 +215,7 @@ def test_a_fault_of_another_rank_is_ours_too(
     assert report_of(half).loads["r"].fault == "another rank failed"
 
 
-def test_bad_blocks_are_neither_harvested_nor_learned_from(half: WorkerHalf) -> None:
+def test_bad_blocks_are_neither_harvested_nor_learned_from(half: ConnectorWorker) -> None:
     half.faults.arm("correct", "raise")
     half.load(StepMetadata(loads=[JOB]))
     harvest = HarvestJob(9, (5, 6, 7), 20, 40, "text", "a", "", dense=True)
@@ -224,12 +225,12 @@ def test_bad_blocks_are_neither_harvested_nor_learned_from(half: WorkerHalf) -> 
     assert report.failed == {9: "its prompt was never computed"}
     assert report.examples == {}
     for _ in range(MEMORY + 1):
-        half.bad_blocks.take()
+        half.load_errors.take()
     half.save(StepMetadata(harvests=[harvest]))
     assert report_of(half).stored == {9: 1}
 
 
-def test_a_spoiled_reference_is_given_up(half: WorkerHalf, rescued: list[Any]) -> None:
+def test_a_spoiled_reference_is_given_up(half: ConnectorWorker, rescued: list[Any]) -> None:
     half.store.get(7).keys[0, 0, 3, 3] = torch.inf
     half.load(StepMetadata(loads=[JOB]))
     report = report_of(half)
@@ -237,7 +238,7 @@ def test_a_spoiled_reference_is_given_up(half: WorkerHalf, rescued: list[Any]) -
     assert len(rescued) == 1
 
 
-def test_a_spoiled_correction_is_forgotten(half: WorkerHalf, rescued: list[Any]) -> None:
+def test_a_spoiled_correction_is_forgotten(half: ConnectorWorker, rescued: list[Any]) -> None:
     learn(half)
     assert report_of(half).examples == {("ridge", EDGE): 1}
     half.faults.arm("correct", "nan")
@@ -248,7 +249,7 @@ def test_a_spoiled_correction_is_forgotten(half: WorkerHalf, rescued: list[Any])
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
-def test_nothing_is_learned_from_what_is_not_a_number(half: WorkerHalf, kind: str) -> None:
+def test_nothing_is_learned_from_what_is_not_a_number(half: ConnectorWorker, kind: str) -> None:
     half.faults.arm("observe", kind)
     learn(half)
     report = report_of(half)
@@ -257,7 +258,7 @@ def test_nothing_is_learned_from_what_is_not_a_number(half: WorkerHalf, kind: st
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
-def test_a_failed_harvest_is_said_to_have_failed(half: WorkerHalf, kind: str) -> None:
+def test_a_failed_harvest_is_said_to_have_failed(half: ConnectorWorker, kind: str) -> None:
     half.faults.arm("harvest", kind)
     _harvest(half, 8, (0, 1, 2), 0, 40)
     report = report_of(half)
@@ -265,20 +266,20 @@ def test_a_failed_harvest_is_said_to_have_failed(half: WorkerHalf, kind: str) ->
     assert len(half.store) == 1
 
 
-def test_a_full_store_is_a_failed_harvest(half: WorkerHalf) -> None:
+def test_a_full_store_is_a_failed_harvest(half: ConnectorWorker) -> None:
     half.store.max_bytes = half.store.nbytes
     _harvest(half, 8, (0, 1, 2), 0, 40)
     assert "does not fit" in report_of(half).failed[8]
 
 
-def test_an_answer_can_be_lost(half: WorkerHalf) -> None:
+def test_an_answer_can_be_lost(half: ConnectorWorker) -> None:
     half.faults.arm("report", "lose")
     _harvest(half, 8, (0, 1, 2), 0, 40)
     assert half.take_report() is None
     assert half.take_report() is None
 
 
-def test_a_slow_seam_is_only_slow(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_seam_is_only_slow(half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
     half.faults.arm("correct", "slow")
@@ -311,7 +312,7 @@ def test_all_policies_together_keep_to_the_budget() -> None:
         assert known
 
 
-def test_nothing_is_kept_of_a_reference_dropped_while_the_background_works(half: WorkerHalf) -> None:
+def test_nothing_is_kept_of_a_reference_dropped_while_the_background_works(half: ConnectorWorker) -> None:
     learn(half)
     assert half.learner.background.wait(10)
     snapshot = half.store.snapshot()
@@ -321,7 +322,7 @@ def test_nothing_is_kept_of_a_reference_dropped_while_the_background_works(half:
     assert half.learner.leverages._known == {}
 
 
-def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: WorkerHalf) -> None:
+def test_reports_say_again_and_again_whether_there_is_a_repair_pass(half: ConnectorWorker) -> None:
     """A rank that attaches one step after another must not keep the repair pass off for good."""
     half.attach(object())
     assert half.take_report() is not None
@@ -339,10 +340,10 @@ def test_ranks_join_their_faults() -> None:
 def test_faults_cannot_be_armed_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH)
     with pytest.raises(ConfigurationError, match=SWITCH):
-        FaultSwitch().arm("correct", "raise")
+        FaultInjector().arm("correct", "raise")
 
 
 @pytest.mark.parametrize(("seam", "kind"), [("nowhere", "raise"), ("correct", "sing")])
 def test_unknown_faults_are_refused(seam: str, kind: str) -> None:
     with pytest.raises(ConfigurationError, match="seams are"):
-        FaultSwitch().arm(seam, kind)
+        FaultInjector().arm(seam, kind)

@@ -14,8 +14,8 @@ import pytest
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines import shared
-from kvcomm_integrations.engines.base import Engine
 from kvcomm_integrations.engines.fake import FakeEngine
+from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.run_report import RunReport
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from kvcomm_integrations import cli
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.doctor import machine, model
-from kvcomm_integrations.doctor.command import examine
+from kvcomm_integrations.doctor.diagnose import examine
 from kvcomm_integrations.doctor.finding import Finding, State, show
 from kvcomm_integrations.doctor.smoke import judge
-from kvcomm_integrations.engines.runs import RunRecord
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import GenerationRequest, SamplingOptions
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, Answer, Client, system

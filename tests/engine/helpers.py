@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import Mode, RequestReport, Segment, SegmentKind
 from tests.engine.served import ServedEngine

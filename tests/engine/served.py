@@ -30,9 +30,8 @@ from prometheus_client.samples import Sample
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.http.engine import HttpEngine
-from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.state import StateSummary
-from kvcomm_integrations.engines.stats import SchedulerSnapshot
+from kvcomm_integrations.engines.inprocess import InProcessEngine, SchedulerSnapshot
+from kvcomm_integrations.engines.learned_state import StateSummary
 from kvcomm_integrations.serve.state_client import order
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcomm_integrations.engines.base import GenerationRequest
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.wire import Mode
 from tests.engine.faultbench import Bench, make_bench

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.connector.series import ALL
+from kvcomm_integrations.connector.metrics import ALL
 from kvcomm_integrations.wire import Mode, RequestReport
 from tests.engine.helpers import END, QUESTIONS, Client, system
 from tests.engine.served import BOTH_AT_LENGTH, ServedEngine, running, samples

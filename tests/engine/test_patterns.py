@@ -23,8 +23,8 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command
 from pydantic import PrivateAttr
 
+from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.pieces import LastPiece, Piece
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.wire import RequestReport, SegmentKind, SegmentReport
 from tests.engine.helpers import QUESTIONS
@@ -72,9 +72,9 @@ class Scripted(ChatKVComm):
         tools = [_only(tool, arguments) for tool in request["tools"] if tool["function"]["name"] == name]
         return runtime, options, {**request, "tools": tools, "tool_choice": name}
 
-    def _note(self, piece: Piece) -> None:
+    def _note(self, piece: Chunk) -> None:
         super()._note(piece)
-        if isinstance(piece, LastPiece) and piece.report is not None:
+        if isinstance(piece, FinalChunk) and piece.report is not None:
             with self._guard:
                 self._reports.append(piece.report)
 

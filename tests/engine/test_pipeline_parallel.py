@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.engines.inprocess import InProcessEngine
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import StateFileError
 from kvcomm_integrations.wire import Mode, RequestReport
 from tests.engine.helpers import END, QUESTIONS, Client, system

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.engines.base import SamplingOptions
 from kvcomm_integrations.engines.http.streaming import completion_body
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.wire import Mode, RequestReport
 from tests.engine.helpers import END, QUESTIONS, Client, Part, system

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.engines.base import SamplingOptions
+from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.wire import Mode
 from tests.engine.helpers import END, QUESTIONS, ROLES, Client, system, unrotated
 from tests.engine.served import BOTH_AT_LENGTH, running

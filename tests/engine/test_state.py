@@ -15,7 +15,7 @@ from kvcomm_integrations import cli
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.errors import StateFileError
-from kvcomm_integrations.state.command import merge_files
+from kvcomm_integrations.state.file_commands import merge_files
 from kvcomm_integrations.state.files import read_manifest, read_state, write_state
 from kvcomm_integrations.state.learned import LearnedState
 from kvcomm_integrations.wire import Mode

@@ -14,7 +14,7 @@ from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 from lc_helpers import CHATML, byte_tokenizer, fake, who
 
-from kvcomm_integrations.engines.base import GenerationRequest
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import RequestReport, SegmentKind

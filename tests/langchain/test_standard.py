@@ -12,8 +12,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from lc_helpers import TOOL_CHATML, byte_tokenizer
 
-from kvcomm_integrations.engines.base import GenerationRequest
 from kvcomm_integrations.engines.fake import FakeEngine
+from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.langchain import ChatKVComm
 
 _TOKENIZER = byte_tokenizer(TOOL_CHATML)

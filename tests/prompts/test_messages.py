@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.prompts.messages import (
+from kvcomm_integrations.prompts.chat_message import (
     ChatMessage,
     Turn,
     arrange,

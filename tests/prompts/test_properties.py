@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.prompts import BuiltPrompt, ChatMessage, ChatTokenizer, ContentRegistry, PromptBuilder
-from kvcomm_integrations.prompts.messages import clean_text
+from kvcomm_integrations.prompts.chat_message import clean_text
 
 from .checks import check_cover, check_text, control_count, placeholder_ids
 from .conversations import ANSWER, CODE, QUESTION, RESULT

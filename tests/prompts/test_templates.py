@@ -10,7 +10,7 @@ import pytest
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts import ChatMessage, ChatTokenizer, ContentRegistry, PromptBuilder
-from kvcomm_integrations.prompts.messages import arrange, clean_text
+from kvcomm_integrations.prompts.chat_message import arrange, clean_text
 
 from .checks import check_cover, check_labels, check_text, control_count
 from .conftest import reading

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.wire import EdgeReport, Mode, SegmentKind, SegmentReport
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.engines.runs import RunLog, RunRecord
+from kvcomm_integrations.chat.request_log import RequestLog, RunRecord
 from kvcomm_integrations.report.live import serve_live
 from kvcomm_integrations.report.run_report import RunReport
 
@@ -85,7 +85,7 @@ def test_hostile_names_do_nothing(tab: Any, record: Any, tmp_path: Path) -> None
 
 
 def test_live_page_updates_and_pauses(tab: Any, run: list[RunRecord]) -> None:
-    log = RunLog("models/small")
+    log = RequestLog("models/small")
     with serve_live(lambda: log) as server:
         tab.goto(server.url)
         assert "No request" in tab.locator("main").text_content()

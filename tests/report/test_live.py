@@ -10,21 +10,21 @@ import httpx
 import pytest
 
 from kvcomm_integrations import cli
-from kvcomm_integrations.engines.runs import RunLog, RunRecord
+from kvcomm_integrations.chat.request_log import RequestLog, RunRecord
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.report.live import LiveServer, asgi_app, serve_live
 
 
 @pytest.fixture
-def log(run: list[RunRecord]) -> RunLog:
-    log = RunLog("models/small")
+def log(run: list[RunRecord]) -> RequestLog:
+    log = RequestLog("models/small")
     for row in run:
         log.add(row)
     return log
 
 
 @pytest.fixture
-def server(log: RunLog) -> Iterator[LiveServer]:
+def server(log: RequestLog) -> Iterator[LiveServer]:
     with serve_live(lambda: log) as server:
         yield server
 
@@ -48,13 +48,13 @@ def test_nothing_else_and_nothing_to_change(server: LiveServer) -> None:
 def test_other_machines_are_refused() -> None:
     for host in ("0.0.0.0", "192.0.2.1", "example.org"):
         with pytest.raises(ConfigurationError, match="loopback"):
-            serve_live(lambda: RunLog(), host=host)
+            serve_live(lambda: RequestLog(), host=host)
 
 
 def test_a_taken_port_is_named(server: LiveServer) -> None:
     port = int(server.url.split(":")[2].split("/")[0])
     with pytest.raises(ConfigurationError, match=f"port {port}"):
-        serve_live(lambda: RunLog(), port=port)
+        serve_live(lambda: RequestLog(), port=port)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_taken_port_is_named(server: LiveServer) -> None:
         ("203.0.113.9", "gpu.example", True, 200),
     ],
 )
-def test_inside_another_server(log: RunLog, client: str, host: str, remote: bool, status: int) -> None:
+def test_inside_another_server(log: RequestLog, client: str, host: str, remote: bool, status: int) -> None:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:

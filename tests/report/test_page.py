@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvcomm_integrations.engines.runs import RunRecord
+from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.report.figures import by_agent, edges, sessions, totals
 from kvcomm_integrations.report.markup import tag
 from kvcomm_integrations.report.page import SECTIONS, live_page

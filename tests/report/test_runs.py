@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcomm_integrations.engines.chat import ChatRuntime
+from kvcomm_integrations.chat.request_log import CONTENT_VARIABLE, PHASES, RequestLog, RunRecord
+from kvcomm_integrations.chat.runtime import ChatRuntime
 from kvcomm_integrations.engines.fake import FakeEngine
-from kvcomm_integrations.engines.runs import CONTENT_VARIABLE, PHASES, RunLog, RunRecord
 from kvcomm_integrations.errors import ConfigurationError, EngineError
-from kvcomm_integrations.prompts.messages import ChatMessage
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.run_report import RunReport, read_runs
 from kvcomm_integrations.wire import Mode
@@ -89,7 +89,7 @@ def test_texts_are_kept_only_where_asked(tokenizer: ChatTokenizer, monkeypatch: 
 
 
 def test_a_log_is_bounded(record: Callable[..., RunRecord]) -> None:
-    log = RunLog("m", limit=3)
+    log = RequestLog("m", limit=3)
     for number in range(5):
         log.add(record(number=number))
     assert [row.number for row in log.records()] == [2, 3, 4]

@@ -2,7 +2,8 @@
 
 import torch
 
-from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 
 EDGE = Edge("planner", "coder", "user_question")
 

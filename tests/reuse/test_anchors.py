@@ -8,7 +8,7 @@ import torch
 
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.reuse.compression import Factors
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.kvcmas import KVCMAS
 from kvcomm_integrations.reuse.policies.kvcomm import KVCOMM
 

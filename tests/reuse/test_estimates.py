@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.reuse.policies import POLICY_NAMES, create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Policy
+from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
+from kvcomm_integrations.reuse.traits import POLICY_NAMES
 
 from .shapes import EDGE, drifted, largest_difference, random_kv
 

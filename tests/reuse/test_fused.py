@@ -12,7 +12,7 @@ import torch
 
 from kvcomm_integrations.reuse import fused
 from kvcomm_integrations.reuse.affine import Correction
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch

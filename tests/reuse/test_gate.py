@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcomm_integrations.config import Gate, ReuseConfig
-from kvcomm_integrations.reuse.gate import FRESH_EXAMPLES, PROOF, EdgeHealth, Health, decide
-from kvcomm_integrations.reuse.policies.base import Readiness
+from kvcomm_integrations.planning.gate import FRESH_EXAMPLES, PROOF, EdgeHealth, Health, decide
+from kvcomm_integrations.reuse.edge import Readiness
 
 CONFIG = ReuseConfig(repair_depth=32, mature_depth=8, mature_examples=8, max_divergence=0.5)
 

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.reuse.policies import POLICY_NAMES, create_policy, policy_traits
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.policy import Policy
+from kvcomm_integrations.reuse.traits import POLICY_NAMES, policy_traits
 
 from .shapes import EDGE, drifted, largest_difference, random_kv
 
@@ -131,7 +134,7 @@ def test_constant_channels_do_no_harm(policy):
 
 
 def test_examples_of_other_tokens_are_refused(policy):
-    if not policy.learns:
+    if not policy.traits.learns:
         pytest.skip("learns nothing")
     with pytest.raises(ValueError, match="same tokens"):
         policy.observe(EDGE, random_kv(5), random_kv(6))
@@ -141,7 +144,7 @@ def test_forget_and_edges(policy):
     other = EDGE._replace(target="critic")
     teach(policy, 2)
     teach(policy, 1, edge=other)
-    if not policy.learns:
+    if not policy.traits.learns:
         assert policy.edges() == () and policy.state_bytes() == 0
         return
     assert policy.edges() == (EDGE, other)
@@ -155,7 +158,7 @@ def test_forget_and_edges(policy):
 
 
 def test_the_least_recently_used_edge_makes_room(policy):
-    if not policy.learns:
+    if not policy.traits.learns:
         pytest.skip("keeps nothing")
     teach(policy, 1)
     small = create_policy(policy.name, max_bytes=int(2.5 * policy.state_bytes()))
@@ -176,7 +179,7 @@ def test_parts_are_corrected_like_the_whole_or_finitely_at_least(start, tokens, 
 
 def test_the_package_and_the_registry_import_no_torch():
     code = (
-        "import sys, kvcomm_integrations, kvcomm_integrations.reuse.policies, kvcomm_integrations.reuse.policies.base; "
+        "import sys, kvcomm_integrations.reuse.policies, kvcomm_integrations.reuse.traits; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

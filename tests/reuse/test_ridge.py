@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.reuse.policies.base import KV
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge, penalty_for
 
 from .shapes import EDGE, drifted, largest_difference, random_kv

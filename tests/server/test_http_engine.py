@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.http.engine import HttpEngine, session_key
-from kvcomm_integrations.engines.shared import get_engine
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
+from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import (
     ConfigurationError,
     ContextOverflowError,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvcomm_integrations.serve.live_page import LIVE_VARIABLE, PLAIN
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.runs import LIVE_VARIABLE, PLAIN
 from kvcomm_integrations.wire import RequestReport
 
 

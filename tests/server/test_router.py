@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.engines.http.engine import HttpEngine
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.serve.supervisor import healthy

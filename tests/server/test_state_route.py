@@ -16,7 +16,7 @@ import pytest
 from kvcomm_integrations import cli
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.state import FOLDER_VARIABLE, KEY_VARIABLE, StateRoutes
+from kvcomm_integrations.serve.state_routes import FOLDER_VARIABLE, KEY_VARIABLE, StateRoutes
 
 KEY = "the operator's own key"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.state.learned import LearnedState, take_from
 from kvcomm_integrations.state.manifest import HeadRange, ModelIdentity

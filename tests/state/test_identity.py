@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcomm_integrations.reuse.rope import Rope
-from kvcomm_integrations.state.identity import config_hash, rope_text, weights_hash
+from kvcomm_integrations.state.model_identity import config_hash, rope_text, weights_hash
 
 
 def test_a_configuration_is_what_computes() -> None:

@@ -31,7 +31,7 @@ def test_version() -> None:
 
 
 def test_only_serve_takes_options_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcomm_integrations.serve.command as command
+    import kvcomm_integrations.serve.launch as command
 
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(command, "run_serve", lambda args: seen.append(args) or 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.connector.series import ALL
+from kvcomm_integrations.connector.metrics import ALL
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "dashboards" / "grafana.json").read_text(encoding="utf-8"))
 EXPORTED = {name: series for series in ALL for name in series.exported}

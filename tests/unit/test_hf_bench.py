@@ -16,8 +16,9 @@ from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.hf_plan import Memory, make_plan
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.config import Gate, ReuseConfig
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.policies.base import KV, Edge
 from kvcomm_integrations.reuse.references import Reference
 
 QUESTION = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcomm_integrations import cli
-from kvcomm_integrations.bench import planning
+from kvcomm_integrations.bench import plan_cost as planning
 
 
 def test_figures(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from kvcomm_integrations.bench.memory import state_sizes
 from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes, answering
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, GenerationRequest
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import Mode, RequestReport, SegmentKind

@@ -11,11 +11,11 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest
 from kvcomm_integrations.engines.http.handshake import Server, shake_hands
 from kvcomm_integrations.engines.http.remote_tokenizer import fetch_tokenizer, local_tokenizer
 from kvcomm_integrations.engines.http.streaming import completion_body, read_deltas
 from kvcomm_integrations.engines.http.transport import Transport, server_url
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, RequestRefusedError
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer

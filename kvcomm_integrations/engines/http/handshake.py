@@ -93,7 +93,7 @@ async def _info(transport: Transport) -> ServerInfo | None:
     except NotFoundError:
         return None
     if info.wire != WIRE_VERSION:
-        from kvcomm_integrations import __version__
+        from kvcomm_integrations._version import __version__
 
         raise ServerError(
             f"the server at {transport.base_url} runs kvcomm-integrations {info.version} (wire version {info.wire}), "

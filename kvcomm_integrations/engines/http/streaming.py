@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from kvcomm_integrations.engines.base import Delta, GenerationRequest, TokenLogprob
 from kvcomm_integrations.engines.http.handshake import Server
+from kvcomm_integrations.engines.interface import Delta, GenerationRequest, TokenLogprob
 from kvcomm_integrations.errors import ServerError
 from kvcomm_integrations.wire import RequestReport
 

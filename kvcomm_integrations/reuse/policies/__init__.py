@@ -1,44 +1,20 @@
-"""The policies by name. A new one is a file in this folder and a line in ``_HOME``; it is then tested with all others.
+"""Makes policies by name. Nothing is imported before a policy is asked for, so this package costs nothing to import.
 
 A name may carry options, as in ``kvcmas:rank=4:gamma=0.5``: such variants run beside the plain policy in one engine.
-Nothing is imported before a policy is asked for, so this package costs nothing to import.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
-from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.reuse.traits import POLICIES, POLICY_NAMES
 
 if TYPE_CHECKING:
-    from kvcomm_integrations.reuse.policies.base import Policy
-
-_HOME = {
-    "aligned": "Aligned",
-    "cacheblend": "CacheBlend",
-    "full_share": "FullShare",
-    "kvcmas": "KVCMAS",
-    "kvcomm": "KVCOMM",
-    "ridge": "Ridge",
-}
-"""Policy name, which is also the name of its module, and its class."""
-
-POLICY_NAMES = tuple(_HOME)
-
-
-class PolicyTraits(NamedTuple):
-    """What a caller has to know of a policy without making one; see the class variables of ``Policy``."""
-
-    repairs: bool
-    rotates: bool
-    learns: bool
-    needs_truth: bool = False
-    gates: bool = False
-    chains: bool = False
+    from kvcomm_integrations.reuse.policies.policy import Policy
 
 
 def create_policy(name: str, **options: Any) -> Policy:
@@ -52,9 +28,9 @@ def create_policy(name: str, **options: Any) -> Policy:
         ConfigurationError: no such policy or option, or a value out of range.
     """
     plain, *carried = name.split(":")
-    policy = _load(plain)
-    if policy is None:
+    if plain not in POLICIES:
         raise ConfigurationError(f"policy {plain!r} does not exist; choose one of {', '.join(POLICY_NAMES)}")
+    policy: type[Policy] = getattr(import_module(f"{__name__}.{plain}"), POLICIES[plain].class_name)
     options |= dict(_option(name, text) for text in carried)
     known = [field.name for field in fields(policy) if field.init]  # type: ignore[arg-type]
     for option in options:
@@ -62,15 +38,6 @@ def create_policy(name: str, **options: Any) -> Policy:
             choices = f"its options are {', '.join(known)}" if known else "it has no options"
             raise ConfigurationError(f"policy {plain!r} has no option {option!r}; {choices}")
     return policy(**options)
-
-
-@lru_cache(maxsize=256)
-def policy_traits(name: str) -> PolicyTraits | None:
-    """The traits of a policy or a variant of it, or ``None`` if there is none of that name."""
-    policy = _load(name.partition(":")[0])
-    if policy is None:
-        return None
-    return PolicyTraits(*(getattr(policy, trait) for trait in PolicyTraits._fields))
 
 
 def _option(name: str, text: str) -> tuple[str, Any]:
@@ -84,9 +51,3 @@ def _option(name: str, text: str) -> tuple[str, Any]:
             f"{text!r} in policy {name!r} is not an option; write NAME:OPTION=VALUE, the value a number, true or false"
         )
     return option, parsed
-
-
-def _load(name: str) -> type[Policy] | None:
-    if name not in _HOME:
-        return None
-    return getattr(import_module(f"{__name__}.{name}"), _HOME[name])

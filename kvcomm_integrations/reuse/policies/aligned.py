@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
+from kvcomm_integrations.reuse.edge import Edge, Readiness
+from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies.policy import Policy
 
 
 @dataclass
@@ -13,7 +15,6 @@ class Aligned(Policy):
     """Keys are rotated to their new position, and nothing else is changed."""
 
     name: ClassVar[str] = "aligned"
-    learns: ClassVar[bool] = False
 
     def observe(self, edge: Edge, reference: KV, truth: KV) -> None:
         """Learns nothing."""

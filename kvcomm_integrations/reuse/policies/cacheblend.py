@@ -28,8 +28,6 @@ class CacheBlend(Aligned):
     """
 
     name: ClassVar[str] = "cacheblend"
-    repairs: ClassVar[bool] = False
-    needs_truth: ClassVar[bool] = True
 
     share: float = 0.15
 

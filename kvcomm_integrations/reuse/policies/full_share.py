@@ -13,5 +13,3 @@ class FullShare(Aligned):
     """Keys and values are pasted as they were cached, with the rotation of their old position."""
 
     name: ClassVar[str] = "full_share"
-    rotates: ClassVar[bool] = False
-    repairs: ClassVar[bool] = False

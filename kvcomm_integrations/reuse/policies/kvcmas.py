@@ -30,7 +30,6 @@ class KVCMAS(KVCOMM):
     """
 
     name: ClassVar[str] = "kvcmas"
-    chains: ClassVar[bool] = True
 
     rank: int = 16
 

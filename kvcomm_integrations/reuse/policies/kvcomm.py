@@ -9,7 +9,9 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from kvcomm_integrations.reuse.compression import Factors
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
+from kvcomm_integrations.reuse.edge import Edge, Readiness
+from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
 
 Stored: TypeAlias = torch.Tensor | Factors
@@ -77,8 +79,6 @@ class KVCOMM(Policy):
     """
 
     name: ClassVar[str] = "kvcomm"
-    repairs: ClassVar[bool] = False
-    gates: ClassVar[bool] = True
 
     max_anchors: int = 20
     window: int = 5

@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 
 from kvcomm_integrations.reuse.affine import Correction
-from kvcomm_integrations.reuse.policies.base import KV, Edge, Policy, Readiness
+from kvcomm_integrations.reuse.edge import Edge, Readiness
+from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
 from kvcomm_integrations.reuse.regression import EdgeRegression
 from kvcomm_integrations.reuse.scratch import Scratch

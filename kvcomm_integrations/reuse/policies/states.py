@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.reuse.policies.base import KV, Edge
+from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.kv import KV
 
 
 class Sized(Protocol):

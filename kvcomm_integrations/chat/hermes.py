@@ -1,0 +1,420 @@
+"""The default codec: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and ``<think>...</think>``.
+
+This is the form Hermes, Qwen and most ChatML models were trained on. Pure text; needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvcomm_integrations.chat.chunks import AnswerChunk, CallChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.template_probe import template_abilities
+from kvcomm_integrations.chat.tool_format import AnswerParser, ToolFormat, ToolUse
+from kvcomm_integrations.engines.interface import SamplingOptions
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.chat_message import ChatMessage
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_OPENS_JSON = ("{", "[")
+
+_INSTRUCTION = """You may call the functions listed here, one JSON object per line:
+<tools>
+{tools}
+</tools>
+To call a function, answer with one block per call:
+<tool_call>
+{{"name": "<function>", "arguments": {{<arguments as JSON>}}}}
+</tool_call>"""
+
+
+class HermesFormat(ToolFormat):
+    """Tool calls as JSON between ``<tool_call>`` tags, thinking between ``<think>`` tags."""
+
+    calls_beside_answer = True
+
+    def encode(
+        self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
+    ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
+        """See ``ToolFormat.encode``."""
+        uses_calls = any(message.tool_calls for message in messages)
+        if not use.tools and not uses_calls:
+            return list(messages), None
+        able = template_abilities(tokenizer)
+        shown = list(messages)
+        if uses_calls and not able.tool_calls:
+            shown = [_calls_as_text(message) for message in shown]
+        if not use.tools:
+            return shown, None
+        if able.tools:
+            return shown, list(use.tools)
+        return _with_instruction(shown, use.tools), None
+
+    def adjust(
+        self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions, prompt: SegmentedPrompt
+    ) -> SamplingOptions:
+        """See ``ToolFormat.adjust``."""
+        tags = [THINK_OPEN, THINK_CLOSE, *((CALL_OPEN, CALL_CLOSE) if use.tools else ())]
+        hidden = any(tag in tokenizer.codec.control for tag in tags)
+        constraint = self.constraint(use, sampling.structured_output)
+        return replace(
+            sampling,
+            structured_output=after_thinking(constraint, tokenizer, prompt.text),
+            skip_special_tokens=sampling.skip_special_tokens and not hidden,
+        )
+
+    def constraint(self, use: ToolUse, answer: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """A structural tag that forces names and arguments in the model's own form; ``None``: anything goes."""
+        if not use.tools:
+            return answer
+        if answer is None and not (use.required or use.strict):
+            return None
+        tags = [_tag(tool["function"]) for tool in use.callable_tools]
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not use.parallel or use.named is not None,
+        }
+        if use.required and answer is not None:
+            raise ConfigurationError(
+                "a forced tool call and a structured output cannot be combined; use tool_choice='auto' or drop one"
+            )
+        if use.required:
+            return _structural(calls)
+        if answer is not None:
+            return _structural({"type": "or", "elements": [calls, _answer_format(answer)]})
+        return _structural({"type": "triggered_tags", "triggers": [CALL_OPEN], "tags": tags})
+
+    def parser(
+        self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
+    ) -> HermesParser:
+        """See ``ToolFormat.parser``."""
+        thinking = _opens_thinking(prompt.text)
+        return HermesParser(calls=bool(use.tools), parallel=use.parallel, thinking=thinking, constrained=constrained)
+
+
+def _opens_thinking(prompt: str) -> bool:
+    return prompt[-64:].rstrip().endswith(THINK_OPEN)
+
+
+def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, prompt: str) -> dict[str, Any] | None:
+    """The constraint, with a thinking block before it: one that the prompt has opened, or one that may come.
+
+    It stays as it is for a model that does not think, after a prompt that has closed the block already (thinking was
+    switched off), and if it leaves room for text anyway.
+    """
+    thinks = THINK_CLOSE in str(tokenizer.hf.chat_template) or _opens_thinking(prompt)
+    if constraint is None or not thinks:
+        return constraint
+    if "structural_tag" in constraint:
+        form = json.loads(constraint["structural_tag"])["format"]
+        if form["type"] not in ("tags_with_separator", "or"):
+            return constraint
+    else:
+        form = _answer_format(constraint)
+    if prompt[-64:].rstrip().endswith(THINK_CLOSE):
+        return constraint
+    opened = _opens_thinking(prompt)
+    block = {"type": "tag", "begin": "" if opened else THINK_OPEN, "content": {"type": "any_text"}, "end": THINK_CLOSE}
+    space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
+    thought = {"type": "sequence", "elements": [block, space, form]}
+    return _structural(thought if opened else {"type": "or", "elements": [thought, form]})
+
+
+def _structural(form: dict[str, Any]) -> dict[str, Any]:
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
+
+
+def _answer_format(answer: dict[str, Any]) -> dict[str, Any]:
+    """A structured-output constraint as part of a structural tag."""
+    if "json" in answer:
+        schema = answer["json"]
+        return {"type": "json_schema", "json_schema": json.loads(schema) if isinstance(schema, str) else schema}
+    if answer.get("json_object"):
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if "regex" in answer:
+        return {"type": "regex", "pattern": answer["regex"]}
+    if "grammar" in answer:
+        return {"type": "grammar", "grammar": answer["grammar"]}
+    if "choice" in answer:
+        return {"type": "or", "elements": [{"type": "const_string", "value": str(c)} for c in answer["choice"]]}
+    raise ConfigurationError(
+        f"structured output {', '.join(sorted(answer))} cannot be combined with tools; use 'json' or leave tools out"
+    )
+
+
+def _tag(function: dict[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    begin = f'{CALL_OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{CALL_CLOSE}"}
+
+
+def _calls_as_text(message: ChatMessage) -> ChatMessage:
+    if not message.tool_calls:
+        return message
+    calls = []
+    for call in message.tool_calls:
+        function = call["function"]
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function["name"])
+        calls.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CALL_CLOSE}')
+    return replace(message, content="\n".join([message.content, *calls] if message.content else calls), tool_calls=())
+
+
+def _with_instruction(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[ChatMessage]:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _INSTRUCTION.format(tools=lines)
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return [replace(first, content=f"{first.content}\n\n{text}" if first.content else text), *messages[1:]]
+    return [ChatMessage(role="system", content=text), *messages]
+
+
+class HermesParser(AnswerParser):
+    """A small state machine over the text: maybe thinking, then text and calls in any order.
+
+    Text that may turn out to be the start of a tag is held back until that is decided.
+
+    Args:
+        calls: Look for tool calls.
+        parallel: Report more than the first call.
+        thinking: The prompt has opened a thinking block already.
+        constrained: The answer follows a JSON constraint.
+    """
+
+    def __init__(
+        self, *, calls: bool = True, parallel: bool = True, thinking: bool = False, constrained: bool = False
+    ) -> None:
+        self._calls = calls
+        self._parallel = parallel
+        self._thinking_given = thinking
+        self._constrained = constrained
+        self._buffer = ""
+        self._state = self._start
+        self._index = 0
+        self._call: _Call | None = None
+        self._trim = False
+        self._said_text = False
+        self._space = ""
+
+    def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
+        """See ``AnswerParser.feed``."""
+        self._buffer += text
+        pieces: list[AnswerChunk] = []
+        while self._state(pieces, last):
+            pass
+        return pieces
+
+    # Each state consumes what it can from the buffer and returns True when another state should go on.
+
+    def _start(self, pieces: list[AnswerChunk], final: bool) -> bool:
+        body = self._buffer.lstrip()
+        if not body and not final:
+            return False
+        if body.startswith(THINK_OPEN):
+            self._buffer = body[len(THINK_OPEN) :]
+            self._state, self._trim = self._think, True
+            return True
+        if body and THINK_OPEN.startswith(body) and not final:
+            return False
+        opens_answer = body.startswith(CALL_OPEN) or (self._constrained and body.startswith(_OPENS_JSON))
+        undecided = self._thinking_given and body and CALL_OPEN.startswith(body) and not final
+        if undecided:
+            return False
+        self._state = self._think if self._thinking_given and not opens_answer else self._text
+        self._trim = self._thinking_given
+        return True
+
+    def _think(self, pieces: list[AnswerChunk], final: bool) -> bool:
+        before, closed, after = self._buffer.partition(THINK_CLOSE)
+        if closed:
+            self._emit_reasoning(pieces, before.rstrip())
+            self._buffer, self._state, self._trim = after, self._text, True
+            return True
+        settled = before if final else before[: len(before) - _held(before, THINK_CLOSE)]
+        keep = len(before) - len(settled.rstrip())
+        self._emit_reasoning(pieces, before[: len(before) - keep])
+        self._buffer = before[len(before) - keep :]
+        return False
+
+    def _emit_reasoning(self, pieces: list[AnswerChunk], text: str) -> None:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        if text:
+            pieces.append(ReasoningChunk(text))
+
+    def _text(self, pieces: list[AnswerChunk], final: bool) -> bool:
+        if not self._calls:
+            self._emit_text(pieces, self._buffer)
+            self._buffer = ""
+            return False
+        before, opened, after = self._buffer.partition(CALL_OPEN)
+        if opened:
+            self._emit_text(pieces, before, before_call=True)
+            self._buffer, self._state, self._call = after, self._in_call, _Call(self._index)
+            return True
+        keep = 0 if final else _held(before, CALL_OPEN)
+        self._emit_text(pieces, before[: len(before) - keep])
+        self._buffer = before[len(before) - keep :]
+        if final and self._space and not self._index:
+            pieces.append(TextChunk(self._space))
+            self._space = ""
+        return False
+
+    def _emit_text(self, pieces: list[AnswerChunk], text: str, *, before_call: bool = False) -> None:
+        """White space is held back until text follows it: between calls, and before the first, it means nothing."""
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        if not self._calls:
+            if text:
+                pieces.append(TextChunk(text))
+            return
+        text = self._space + text
+        body = text.rstrip()
+        self._space = "" if before_call else text[len(body) :]
+        if self._index and not self._said_text:
+            body = body.lstrip()
+        if body:
+            self._said_text = True
+            pieces.append(TextChunk(body))
+
+    def _in_call(self, pieces: list[AnswerChunk], final: bool) -> bool:
+        call = self._call
+        assert call is not None
+        consumed, fragments = call.feed(self._buffer, final=final)
+        if self._parallel or self._index == 0:
+            pieces.extend(fragments)
+        self._buffer = self._buffer[consumed:]
+        if not call.closed:
+            return False
+        self._index += call.named
+        self._said_text = False
+        self._call, self._state = None, self._text
+        return True
+
+
+class _Call:
+    """One ``<tool_call>`` body: streams name and arguments as soon as both keys have been seen in that order."""
+
+    def __init__(self, index: int) -> None:
+        self.closed = False
+        self.named = False
+        self._index = index
+        self._scan: _JsonEnd | None = None
+
+    def feed(self, text: str, *, final: bool) -> tuple[int, list[AnswerChunk]]:
+        """Characters consumed, and the fragments they gave."""
+        pieces: list[AnswerChunk] = []
+        at = 0
+        if not self.named:
+            match = _NAME.match(text)
+            if match and (match.end() < len(text) or final):
+                self._open(pieces, json.loads(match.group(1)))
+                at = match.end()
+            elif CALL_CLOSE in text or final:
+                return self._whole(text)
+            else:
+                return 0, pieces
+        if self._scan is not None and not self._scan.done:
+            size = self._scan.advance(text[at:])
+            if size:
+                pieces.append(CallChunk(self._index, arguments=text[at : at + size]))
+            at += size
+        if self._scan is not None and not self._scan.done:
+            self.closed = final
+            return at, pieces
+        end = text.find(CALL_CLOSE, at)
+        if end < 0:
+            self.closed = final
+            return (len(text) if final else at), pieces
+        self.closed = True
+        return end + len(CALL_CLOSE), pieces
+
+    def _open(self, pieces: list[AnswerChunk], name: str) -> None:
+        self.named = True
+        self._scan = _JsonEnd()
+        pieces.append(CallChunk(self._index, id=new_call_id(), name=name))
+
+    def _whole(self, text: str) -> tuple[int, list[AnswerChunk]]:
+        """Keys in another order, or something that is no call: decide once the whole body is there."""
+        body, closed, _ = text.partition(CALL_CLOSE)
+        self.closed = True
+        consumed = len(body) + len(closed)
+        try:
+            call = json.loads(body)
+            name = call["name"]
+            arguments = call.get("arguments", call.get("parameters", {}))
+        except (ValueError, TypeError, KeyError):
+            return consumed, [TextChunk(CALL_OPEN + body + closed)]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        self.named = True
+        return consumed, [CallChunk(self._index, id=new_call_id(), name=str(name), arguments=arguments)]
+
+
+class _JsonEnd:
+    """Finds where one JSON value ends in text that arrives piece by piece.
+
+    A value that is never closed (a broken call) ends at the closing tag.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def advance(self, text: str) -> int:
+        """How many characters of ``text`` still belong to the value."""
+        for i, char in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                if self._depth == 0:
+                    self.done = True
+                    return i
+                self._depth -= 1
+                if self._depth == 0:
+                    self.done = True
+                    return i + 1
+            elif char == "<" and CALL_CLOSE.startswith(text[i : i + len(CALL_CLOSE)]):
+                self.done = text.startswith(CALL_CLOSE, i)
+                return i
+        return len(text)
+
+
+def _held(text: str, tag: str) -> int:
+    """Length of the longest end of ``text`` that may be the start of ``tag``."""
+    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+        if tag.startswith(text[-size:]):
+            return size
+    return 0
+
+
+def new_call_id() -> str:
+    """A fresh tool-call id; random, so that calls of different answers never collide."""
+    return f"call_{uuid.uuid4().hex[:24]}"

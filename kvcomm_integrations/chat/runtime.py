@@ -1,0 +1,380 @@
+"""The chat runtime both framework adapters stand on: messages in, typed pieces of an answer out.
+
+One runtime per engine holds the registry of shared contents, so every model object on one engine knows what the others
+have said. Knows engines, prompts and codecs; no framework, no tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+from typing import Any
+
+from kvcomm_integrations.chat.chunks import Chunk
+from kvcomm_integrations.chat.collector import AnswerCollector
+from kvcomm_integrations.chat.detect import tool_format_for
+from kvcomm_integrations.chat.request_log import RequestLog
+from kvcomm_integrations.chat.tool_format import ToolFormat, ToolUse, tool_use
+from kvcomm_integrations.chat.tracing import chat_span
+from kvcomm_integrations.config import Isolation
+from kvcomm_integrations.engines.interface import Engine, GenerationRequest, SamplingOptions
+from kvcomm_integrations.engines.loop import LoopThread
+from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
+from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
+from kvcomm_integrations.prompts.builder import PromptBuilder
+from kvcomm_integrations.prompts.chat_message import ChatMessage, arrange
+from kvcomm_integrations.prompts.content_registry import ContentRegistry, response_name
+from kvcomm_integrations.wire import Mode
+
+_FIRST_PAUSE = 0.25
+"""Seconds before the first retry; doubles with each further one."""
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request that is ready to run, and what is needed to read its answer."""
+
+    request: GenerationRequest
+    tools: ToolUse
+    codec: ToolFormat
+    constrained: bool
+    """The answer follows a JSON constraint the caller asked for."""
+    prepare_ms: float = 0.0
+    """What building the request took, milliseconds."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, tokens."""
+        return len(self.request.prompt.token_ids)
+
+
+class ChatRuntime:
+    """Turns chats into segmented requests and streams of deltas into pieces.
+
+    Safe to use from any thread and any event loop. Prefer ``runtime_for(engine)`` over the constructor, so that all
+    users of one engine share one registry.
+
+    Args:
+        engine: The engine that runs the model.
+        codec: How the model writes tool calls and reasoning; ``None`` chooses one for the model.
+        registry: Shared contents of all sessions; ``None`` makes a new one.
+    """
+
+    def __init__(
+        self, engine: Engine, *, codec: ToolFormat | None = None, registry: ContentRegistry | None = None
+    ) -> None:
+        self.engine = engine
+        self._codec = codec
+        self._registry = registry
+        self._builder: PromptBuilder | None = None
+        self._runs: RequestLog | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def registry(self) -> ContentRegistry:
+        """The shared contents of all sessions on this engine."""
+        self.builder  # noqa: B018 - makes both
+        assert self._registry is not None
+        return self._registry
+
+    @property
+    def runs(self) -> RequestLog:
+        """The latest requests of this engine."""
+        with self._lock:
+            if self._runs is None:
+                self._runs = RequestLog(
+                    self.engine.config.model,
+                    decode=lambda ids: self.engine.tokenizer.decode(ids, skip_special=False),
+                )
+            return self._runs
+
+    @property
+    def codec(self) -> ToolFormat:
+        """How the model writes tool calls and reasoning, told by its chat template."""
+        if self._codec is None:
+            self._codec = tool_format_for(self.engine.tokenizer)
+        return self._codec
+
+    @property
+    def builder(self) -> PromptBuilder:
+        """The prompt builder; made on first use, because that reads the tokenizer's files."""
+        with self._lock:
+            if self._builder is None:
+                config, tokenizer = self.engine.config, self.engine.tokenizer
+                if self._registry is None:
+                    self._registry = ContentRegistry()
+                self._builder = PromptBuilder(
+                    tokenizer,
+                    self._registry,
+                    tokenization=config.tokenization,
+                    min_segment_tokens=config.reuse.min_segment_tokens,
+                )
+            return self._builder
+
+    def release_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
+        """A session is over: forget its contents here, and their caches in the engine."""
+        if self._registry is not None:
+            self._registry.release(registry_session(tenant, session))
+            self.engine.release_session(session, tenant=tenant)
+
+    async def arelease_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
+        """``release_session`` on an event loop."""
+        await asyncio.to_thread(self.release_session, session, tenant)
+
+    def prepare(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        agent: str = "default",
+        session: str = "default",
+        tenant: str = DEFAULT_TENANT,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        strict: bool | None = None,
+        codec: ToolFormat | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        mode: Mode = Mode.AUTO,
+        policy: str | None = None,
+        sampling: SamplingOptions | None = None,
+    ) -> PreparedChat:
+        """Render, segment and check one request. May start the engine, so keep it off event loops (``aprepare``).
+
+        Args:
+            messages: The conversation; its last message is what is answered.
+            agent: Who is answering; names the response ``agent:<agent>:response``.
+            session: Whose shared contents may be reused.
+            tenant: Whose exact prefix cache may be hit.
+            tools: Definitions in OpenAI form.
+            tool_choice: Any form that ``codec.tool_use`` takes.
+            parallel_tool_calls: Allow more than one call in one answer.
+            strict: Force tool arguments to follow their schema.
+            codec: How the model writes tool calls and reasoning; ``None``: the runtime's.
+            template_kwargs: More variables for the chat template (``enable_thinking``, ...).
+            mode: How the request is treated by reuse.
+            policy: Correction policy for this request; ``None``: the engine's.
+            sampling: How tokens are drawn.
+
+        Raises:
+            ConfigurationError: no messages, or tools and choices that do not fit.
+            ContextOverflowError: the prompt leaves no room for an answer.
+        """
+        started = time.perf_counter()
+        if not messages:
+            raise ConfigurationError("a chat needs at least one message; got none")
+        use = tool_use(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
+        codec, tokenizer = codec or self.codec, self.engine.tokenizer
+        shown, shown_tools = codec.encode(tokenizer, messages, use)
+        prompt = self.builder.build(
+            shown,
+            session=registry_session(tenant, session),
+            agent=agent,
+            tools=shown_tools,
+            template_kwargs=dict(template_kwargs or {}),
+        ).prompt
+        sampling = sampling or SamplingOptions()
+        constrained = sampling.structured_output is not None
+        sampling = codec.adjust(tokenizer, use, sampling, prompt)
+        limit = self.engine.max_model_len
+        if len(prompt.token_ids) >= limit:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt.token_ids)} tokens, but the model's context holds {limit} with at least "
+                "one for the answer; shorten the history or raise max_model_len"
+            )
+        params = prompt.params(
+            agent=agent,
+            session=session,
+            tenant=tenant,
+            response_name=response_name(agent),
+            mode=mode,
+            policy=policy,
+        )
+        salt = None if self.engine.config.reuse.isolation is Isolation.GLOBAL else tenant_salt(tenant)
+        request = GenerationRequest(prompt=prompt, params=params, sampling=sampling, cache_salt=salt)
+        prepare_ms = (time.perf_counter() - started) * 1e3
+        return PreparedChat(request, tools=use, codec=codec, constrained=constrained, prepare_ms=prepare_ms)
+
+    async def aprepare(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedChat:
+        """``prepare`` in a thread: an event loop must not wait for a tokenizer or a starting engine."""
+        return await asyncio.to_thread(self.prepare, messages, **kwargs)
+
+    async def stream(
+        self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the answer; the last piece is a ``FinalChunk``.
+
+        The response is registered as a shared content just before that piece. A stream that is closed early, cancelled
+        or failing registers nothing.
+
+        Args:
+            chat: From ``prepare``.
+            timeout: Seconds the whole answer may take, counted from here: starting the engine is not part of it.
+            retries: How often to try again after an engine error that came before the first piece.
+
+        Raises:
+            TimeoutError: the answer took longer than ``timeout``.
+            EngineError: the engine failed and no retry was left.
+        """
+        with chat_span(self.engine.config, chat.request) as span:
+            async with aclosing(self._stream(chat, timeout, retries)) as pieces:
+                async for piece in pieces:
+                    span.note(piece)
+                    yield piece
+
+    async def _stream(self, chat: PreparedChat, timeout: float | None, retries: int) -> AsyncGenerator[Chunk, None]:
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        for attempt in range(retries + 1):
+            begun = False
+            try:
+                async with aclosing(self._stream_once(chat, deadline, timeout)) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+                return
+            except EngineError as err:
+                if begun or attempt == retries or not err.worth_retrying:
+                    raise
+                await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
+
+    async def _stream_once(
+        self, chat: PreparedChat, deadline: float | None, timeout: float | None
+    ) -> AsyncGenerator[Chunk, None]:
+        answer = self._collector(chat)
+        recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
+        deltas = self.engine.generate(chat.request)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        delta = await anext(deltas)
+                except StopAsyncIteration:
+                    break
+                except TimeoutError as err:
+                    if timeout is None:
+                        raise
+                    raise TimeoutError(_too_slow(timeout)) from err
+                recording.delta(delta)
+                for piece in answer.feed(delta):
+                    yield piece
+            last = answer.last()
+            recording.done(last)
+        except BaseException as err:
+            recording.failed(err)
+            raise
+        finally:
+            await _aclose(deltas)
+        yield last
+
+    def stream_sync(
+        self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
+    ) -> Generator[Chunk, None, None]:
+        """``stream`` for callers without an event loop."""
+        with (
+            chat_span(self.engine.config, chat.request) as span,
+            closing(self._stream_sync(chat, timeout, retries)) as pieces,
+        ):
+            for piece in pieces:
+                span.note(piece)
+                yield piece
+
+    def _stream_sync(self, chat: PreparedChat, timeout: float | None, retries: int) -> Generator[Chunk, None, None]:
+        if timeout is not None:
+            # Only a task can be interrupted while it waits, so a time limit needs a loop.
+            loop = LoopThread("kvcomm-timeout")
+            try:
+                yield from loop.stream_sync(lambda: self._stream(chat, timeout, retries))
+            finally:
+                loop.stop()
+            return
+        for attempt in range(retries + 1):
+            begun = False
+            try:
+                for piece in self._stream_once_sync(chat):
+                    begun = True
+                    yield piece
+                return
+            except EngineError as err:
+                if begun or attempt == retries or not err.worth_retrying:
+                    raise
+                time.sleep(_FIRST_PAUSE * 2**attempt)
+
+    def _stream_once_sync(self, chat: PreparedChat) -> Iterator[Chunk]:
+        answer = self._collector(chat)
+        recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
+        deltas = self.engine.generate_sync(chat.request)
+        try:
+            for delta in deltas:
+                recording.delta(delta)
+                yield from answer.feed(delta)
+            last = answer.last()
+            recording.done(last)
+        except BaseException as err:
+            recording.failed(err)
+            raise
+        finally:
+            close = getattr(deltas, "close", None)
+            if close is not None:
+                close()
+        yield last
+
+    def count_tokens(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Prompt tokens of a conversation, chat template and tools included."""
+        if not messages:
+            return 0
+        tokenizer = self.engine.tokenizer
+        shown, shown_tools = self.codec.encode(tokenizer, messages, tool_use(tools))
+        _, text = arrange(
+            shown, lambda dicts: tokenizer.render(dicts, tools=shown_tools, **dict(template_kwargs or {}))
+        )
+        return len(tokenizer.encode(text, allow_special=True))
+
+    def _collector(self, chat: PreparedChat) -> AnswerCollector:
+        prompt, tokenizer = chat.request.prompt, self.engine.tokenizer
+        parser = chat.codec.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
+        params = chat.request.params
+        return AnswerCollector(
+            tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session)
+        )
+
+
+def registry_session(tenant: str, session: str) -> str:
+    """The key of a session in the content registry: sessions of two tenants may have the same name."""
+    return session if tenant == DEFAULT_TENANT else f"{tenant}\0{session}"
+
+
+_RUNTIME = "_chat_runtime"
+_runtimes_lock = threading.Lock()
+
+
+def runtime_for(engine: Engine) -> ChatRuntime:
+    """The one runtime of an engine, living as long as it does: its users share the registry of what has been said."""
+    with _runtimes_lock:
+        attributes = vars(engine)
+        if _RUNTIME not in attributes:
+            attributes[_RUNTIME] = ChatRuntime(engine)
+        runtime = attributes[_RUNTIME]
+    assert isinstance(runtime, ChatRuntime)
+    return runtime
+
+
+async def _aclose(deltas: Any) -> None:
+    close = getattr(deltas, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _too_slow(timeout: float | None) -> str:
+    return f"no complete answer within timeout={timeout} s; raise timeout or lower max_tokens"
+
+
+__all__ = ["DEFAULT_TENANT", "ChatRuntime", "PreparedChat", "runtime_for", "tenant_salt"]

@@ -1,0 +1,53 @@
+"""Finds out what a chat template can show, by rendering tiny conversations with and without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.chat_message import ChatMessage
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+_MARK = "probe_tool_zq"
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": _MARK, "description": "probe", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL: dict[str, Any] = {"id": "callprobe", "type": "function", "function": {"name": _MARK, "arguments": {}}}
+
+
+@dataclass(frozen=True)
+class TemplateAbilities:
+    """What a chat template renders by itself."""
+
+    tools: bool
+    """Tool definitions given as ``tools=``."""
+    tool_calls: bool
+    """Earlier calls of an assistant message."""
+
+
+_known: WeakKeyDictionary[ChatTokenizer, TemplateAbilities] = WeakKeyDictionary()
+
+
+def template_abilities(tokenizer: ChatTokenizer) -> TemplateAbilities:
+    """The abilities of a tokenizer's chat template; probed once per tokenizer."""
+    if tokenizer not in _known:
+        user = ChatMessage(role="user", content="x")
+        call = ChatMessage(role="assistant", content="", tool_calls=(_CALL,))
+        answer = ChatMessage(role="tool", content="y", tool_call_id="callprobe", name=_MARK)
+        _known[tokenizer] = TemplateAbilities(
+            tools=_shows(tokenizer, [user], [_TOOL]),
+            tool_calls=_shows(tokenizer, [user, call, answer], None),
+        )
+    return _known[tokenizer]
+
+
+def _shows(tokenizer: ChatTokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> bool:
+    """A template that refuses the probe is taken as unable: its messages are then plain text."""
+    try:
+        text = tokenizer.render([message.to_dict() for message in messages], tools=tools)
+    except ConfigurationError:
+        return False
+    return text.count(_MARK) > sum(message.name == _MARK for message in messages)

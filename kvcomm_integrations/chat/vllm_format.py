@@ -1,0 +1,207 @@
+"""A codec over vLLM's own tool and reasoning parsers, for families that do not write like Hermes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from kvcomm_integrations.chat.chunks import AnswerChunk, CallChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.hermes import HermesFormat, after_thinking, new_call_id
+from kvcomm_integrations.chat.tool_format import AnswerParser, ToolFormat, ToolUse
+from kvcomm_integrations.engines.interface import SamplingOptions
+from kvcomm_integrations.engines.vllm_args import require_vllm
+from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.chat_message import ChatMessage
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+
+
+def _parser(tool_parser: str | None, reasoning_parser: str | None, tokenizer: ChatTokenizer, tools: Any) -> Any:
+    require_vllm()
+    from vllm.parser import ParserManager
+
+    try:
+        made = ParserManager.get_parser(
+            tool_parser_name=tool_parser, reasoning_parser_name=reasoning_parser, enable_auto_tools=True
+        )
+    except (TypeError, KeyError, ImportError) as error:
+        raise ConfigurationError(
+            f"vLLM has no parsers tool_parser={tool_parser!r}, reasoning_parser={reasoning_parser!r}: {error}"
+        ) from error
+    try:
+        return made(tokenizer.hf, tools)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"tool_parser={tool_parser!r}, reasoning_parser={reasoning_parser!r} cannot be used with the tokenizer of "
+            f"{tokenizer.source!r}: {error}"
+        ) from error
+
+
+def _request(use: ToolUse, structured_output: dict[str, Any] | None = None) -> Any:
+    """The chat request vLLM's parsers want to see; only what they read of it is filled in."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+    if use.tools:
+        choice: Any = "required" if use.required else "auto"
+        if use.named:
+            choice = {"type": "function", "function": {"name": use.named}}
+        tools = [_strict(tool) if use.strict else tool for tool in use.tools]
+        fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": use.parallel}
+    if structured_output is not None:
+        fields["structured_outputs"] = StructuredOutputsParams(**structured_output)
+    return ChatCompletionRequest(**fields)
+
+
+def _strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """Without ``strict`` vLLM leaves arguments unconstrained."""
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+def adjusted(
+    tool_parser: str,
+    reasoning_parser: str | None,
+    tokenizer: ChatTokenizer,
+    use: ToolUse,
+    sampling: SamplingOptions,
+) -> SamplingOptions:
+    """Sampling as vLLM's parser wants it: constraint, and whether special tokens are shown.
+
+    Raises:
+        ConfigurationError: no such parser, or a forced call together with a structured output.
+    """
+    if use.required and sampling.structured_output is not None:
+        raise ConfigurationError(
+            "a forced tool call and a structured output cannot be combined; use tool_choice='auto' or drop one"
+        )
+    request = _request(use, sampling.structured_output)
+    request = _parser(tool_parser, reasoning_parser, tokenizer, request.tools).adjust_request(request)
+    wanted = request.extract_structured_outputs()
+    return dataclasses.replace(
+        sampling,
+        structured_output=_plain(wanted) if wanted is not None else None,
+        skip_special_tokens=sampling.skip_special_tokens and bool(request.skip_special_tokens),
+    )
+
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _plain(params: Any) -> dict[str, Any] | None:
+    """vLLM's structured-output parameters in the form ``SamplingOptions`` carries."""
+    return {form: value for form in _FORMS if (value := getattr(params, form, None))} or None
+
+
+class VllmAnswerParser(AnswerParser):
+    """One answer, read by vLLM's streaming parsers.
+
+    Args:
+        tool_parser: vLLM's name of a tool parser, or ``None``.
+        reasoning_parser: vLLM's name of a reasoning parser, or ``None``.
+        tokenizer: The model's.
+        use: The tools of the request.
+        prompt: The prompt; reasoning parsers look whether it has opened a thinking block.
+    """
+
+    def __init__(
+        self,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        tokenizer: ChatTokenizer,
+        use: ToolUse,
+        prompt: SegmentedPrompt,
+    ) -> None:
+        self._request = _request(use if tool_parser else ToolUse())
+        self._make = partial(_parser, tool_parser, reasoning_parser, tokenizer, self._request.tools)
+        self._parser = self._make()
+        self._prompt_ids = list(prompt.token_ids)
+        self._parallel = use.parallel
+        self._named: set[int] = set()
+        self._whole = ""
+        self._said = False
+
+    def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
+        """See ``AnswerParser.feed``."""
+        self._whole += text
+        message = self._parser.parse_delta(
+            text, list(token_ids), self._request, prompt_token_ids=self._prompt_ids, finished=last
+        )
+        pieces: list[AnswerChunk] = []
+        if message is not None and message.reasoning:
+            pieces.append(ReasoningChunk(message.reasoning))
+        if message is not None and message.content:
+            pieces.append(TextChunk(message.content))
+        for call in message.tool_calls if message is not None else ():
+            if self._parallel or call.index == 0:
+                pieces.append(self._piece(call))
+        self._said = self._said or any(not isinstance(piece, ReasoningChunk) for piece in pieces)
+        if last and not self._said and self._whole.strip():
+            pieces += self._calls_of_whole()
+        return pieces
+
+    def _calls_of_whole(self) -> list[AnswerChunk]:
+        """Calls that streaming has missed: some parsers do where one delta holds the whole call."""
+        _, _, calls = self._make().parse(self._whole, self._request, enable_auto_tools=True)
+        found = [
+            CallChunk(index, id=call.id or new_call_id(), name=call.name, arguments=call.arguments)
+            for index, call in enumerate(calls or ())
+        ]
+        return list(found if self._parallel else found[:1])
+
+    def _piece(self, call: Any) -> CallChunk:
+        """Some parsers repeat id and name, or leave the id out: the first fragment has both, later ones neither."""
+        function = call.function
+        arguments = (function.arguments if function else None) or ""
+        name = function.name if function else None
+        if name is None or call.index in self._named:
+            return CallChunk(call.index, arguments=arguments)
+        self._named.add(call.index)
+        return CallChunk(call.index, id=call.id or new_call_id(), name=name, arguments=arguments)
+
+
+@dataclass(frozen=True)
+class VllmFormat(ToolFormat):
+    """Reads answers with vLLM's parsers and constrains them as vLLM's server would.
+
+    Args:
+        tool_parser: A name that ``--tool-call-parser`` takes; ``None``: no calls are read.
+        reasoning_parser: A name that ``--reasoning-parser`` takes; ``None``: thinking stays in the text.
+    """
+
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+    def encode(
+        self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
+    ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
+        """Everything goes to the template: a family with a parser of its own has a template that shows tools."""
+        return list(messages), list(use.tools) or None
+
+    def adjust(
+        self, tokenizer: ChatTokenizer, use: ToolUse, sampling: SamplingOptions, prompt: SegmentedPrompt
+    ) -> SamplingOptions:
+        """See ``ToolFormat.adjust``."""
+        if not use.tools or self.tool_parser is None:
+            if self.reasoning_parser is None:
+                return sampling
+            return replace(
+                sampling, structured_output=after_thinking(sampling.structured_output, tokenizer, prompt.text)
+            )
+        from kvcomm_integrations.chat.vllm_format import adjusted
+
+        return adjusted(self.tool_parser, self.reasoning_parser, tokenizer, use, sampling)
+
+    def parser(
+        self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
+    ) -> AnswerParser:
+        """See ``ToolFormat.parser``."""
+        tool_parser = self.tool_parser if use.tools else None
+        if tool_parser is None and self.reasoning_parser is None:
+            return HermesFormat().parser(tokenizer, ToolUse(), prompt, constrained=constrained)
+        from kvcomm_integrations.chat.vllm_format import VllmAnswerParser
+
+        return VllmAnswerParser(tool_parser, self.reasoning_parser, tokenizer, use, prompt)

@@ -1,0 +1,116 @@
+"""The audit: what would reuse have done with a request that was computed densely?
+
+Runs on the finished request's own blocks, before vLLM gets them back: their KV is saved, overwritten as reuse would
+have written it, the answer's first positions are computed again over it, and the KV is put back. The request itself is
+over by then, so nobody waits for it; the comparison is over the full vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcomm_integrations.connector.compat import logits_of
+from kvcomm_integrations.connector.metadata import AuditJob, AuditResult, AuditVariant, LoadSpan
+from kvcomm_integrations.connector.worker.paged_cache import PagedCache
+from kvcomm_integrations.connector.worker.repair import Gap, repair
+from kvcomm_integrations.reuse.kv import KV
+
+Estimate = Callable[[str, LoadSpan], KV]
+"""Policy name and span to the KV that reuse would write."""
+Select = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""Policy name, estimated and true keys of layer 1 to the tokens that the policy recomputes; ``None``: none."""
+
+
+def estimates_for(job: AuditJob, estimate: Estimate) -> list[list[KV]]:
+    """What reuse would write, by variant and span. Changes nothing and waits for no other rank.
+
+    Raises:
+        KeyError: a reference is not in the store any more.
+    """
+    return [[estimate(variant.policy, span) for span in variant.spans] for variant in job.variants]
+
+
+def audit(
+    runner: Any,
+    cache: PagedCache,
+    job: AuditJob,
+    estimates: list[list[KV]],
+    select: Select = lambda name, mine, true: None,
+) -> list[AuditResult]:
+    """Compare the dense run with every variant; the paged cache is left as it was found. All ranks must call.
+
+    Args:
+        runner: the worker's model runner.
+        cache: the worker's paged cache.
+        job: the finished request.
+        estimates: of ``estimates_for``.
+        select: the tokens that a policy computes in place of loading them.
+
+    Returns:
+        one result per variant; nothing on ranks that do not hold logits.
+    """
+    end = len(job.token_ids)
+    compared = end - job.prompt_tokens + 1
+    saved = cache.read(job.blocks, job.exact, end)
+    try:
+        dense = _last_logits(runner, cache, job, [(job.prompt_tokens - 1, end)], compared)
+        results = []
+        for variant, kvs in zip(job.variants, estimates, strict=True):
+            chosen: list[tuple[int, int]] = []
+            for span, kv in zip(variant.spans, kvs, strict=True):
+                cache.write(job.blocks, span.start, kv)
+                true = saved.keys[1, :, span.start - job.exact : span.end - job.exact]
+                tokens = None if span.exact else select(variant.policy, kv.keys[1], true)
+                if tokens is not None:
+                    chosen += [(span.start + t, span.start + t + 1) for t in tokens.tolist()]
+            gaps = _joined([*variant.gaps, *chosen])
+            reuse = _last_logits(runner, cache, job, [*gaps, (variant.end, end)], compared)
+            if dense is not None and reuse is not None:
+                results.append(_result(job, variant, len(chosen), dense, reuse))
+        return results
+    finally:
+        cache.write(job.blocks, job.exact, saved)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same tokens with neighbouring spans made one, in order."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _last_logits(
+    runner: Any, cache: PagedCache, job: AuditJob, spans: list[tuple[int, int]], count: int
+) -> torch.Tensor | None:
+    """Logits ``(count, vocabulary)`` of the last ``count`` tokens after computing ``spans`` over the known KV."""
+    gaps = [Gap(job.blocks, start, job.token_ids[start:end]) for start, end in spans]
+    return logits_of(runner, repair(runner, cache, gaps)[-count:])
+
+
+def _result(
+    job: AuditJob, variant: AuditVariant, recomputed: int, dense: torch.Tensor, reuse: torch.Tensor
+) -> AuditResult:
+    true = torch.log_softmax(dense.double(), -1)
+    guess = torch.log_softmax(reuse.double(), -1)
+    kl = (true.exp() * (true - guess)).sum(-1).clamp_min(0)
+    same = dense.argmax(-1) == reuse.argmax(-1)
+    copied = sum(span.end - span.start for span in variant.spans if span.exact)
+    loaded = sum(span.end - span.start for span in variant.spans if not span.exact) - recomputed
+    return AuditResult(
+        req_id=job.req_id,
+        policy=variant.policy,
+        edges=tuple(dict.fromkeys(span.edge for span in variant.spans if not span.exact)),
+        kl=tuple(kl.tolist()),
+        agreement=tuple(bool(x) for x in same.tolist()),
+        prompt_tokens=job.prompt_tokens,
+        exact=job.exact + copied,
+        loaded=loaded,
+        repaired=variant.end - job.exact - copied - loaded,
+    )

@@ -1,0 +1,203 @@
+"""Deciding what happens to every token of one prompt. Pure functions of what is known at admission; no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcomm_integrations.planning.reference_index import Entry
+from kvcomm_integrations.wire import EdgeReport, Segment, SegmentKind, SegmentReport
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A segment, and what the gate says about loading it.
+
+    ``entry`` is ``None`` where nothing may be loaded. The segment begins at token ``offset`` of the entry's reference.
+    ``depth`` is the number of first tokens to be repaired.
+    """
+
+    segment: Segment
+    entry: Entry | None = None
+    depth: int = 0
+    reason: str = ""
+    confidence: float | None = None
+    examples: int = 0
+    offset: int = 0
+    edge: EdgeReport | None = None
+    unpredictable: bool = False
+    """The policy's own criterion asks for a dense run of the whole request."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on the repair pass."""
+
+    repair: bool
+    max_share: float
+    """Largest repaired share of the external tokens."""
+    max_tokens: int
+    """Most tokens repaired for one request."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``[start, end)`` loaded for a candidate (by its position in the list)."""
+
+    start: int
+    end: int
+    candidate: int
+    exact: bool = False
+    """An exact copy of the beginning of the same prompt."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to each prompt token: exact up to ``exact``, external up to ``end``, computed from there on.
+
+    Of the external tokens, those in ``spans`` are loaded and all others repaired.
+    """
+
+    exact: int
+    end: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def external(self) -> int:
+        """Tokens the connector provides."""
+        return self.end - self.exact
+
+    @property
+    def first_approximate(self) -> int | None:
+        """The first token whose KV is an estimate; ``None`` if none is."""
+        return next((span.start for span in self.spans if not span.exact), None)
+
+    @property
+    def loaded(self) -> int:
+        """Tokens loaded from references, with a correction."""
+        return sum(span.end - span.start for span in self.spans if not span.exact)
+
+    @property
+    def copied(self) -> int:
+        """Tokens copied exactly from the beginning of an earlier prompt."""
+        return sum(span.end - span.start for span in self.spans if span.exact)
+
+    @property
+    def repaired(self) -> int:
+        """Tokens for the repair pass."""
+        return self.external - self.loaded - self.copied
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Spans for the repair pass, in order."""
+        gaps, position = [], self.exact
+        for span in self.spans:
+            if span.start > position:
+                gaps.append((position, span.start))
+            position = span.end
+        return tuple(gaps)
+
+
+def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], limits: Limits) -> Plan | str:
+    """The plan that loads most within the limits, or the reason why there is none.
+
+    The last prompt token is always computed by vLLM. A plan ends with a loaded span: what follows is cheaper to
+    compute in the ordinary forward than in the repair pass.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        exact: tokens the prefix cache provides already.
+        candidates: segments in order, covering the prompt.
+        limits: bounds on the repair pass.
+    """
+    spans = _loadable(prompt_tokens, exact, candidates)
+    if not spans:
+        reasons = {c.reason for c in candidates if c.reason and c.segment.kind is SegmentKind.PLACEHOLDER}
+        return "; ".join(sorted(reasons)) or "no shared content that is not in the prefix cache already"
+    best = provided = 0
+    for count, span in enumerate(spans, 1):  # every further span provides more: the last one within the limits is best
+        provided += span.end - span.start
+        external = span.end - exact
+        repaired = external - provided
+        if repaired and not limits.repair:
+            break
+        if repaired <= limits.max_tokens and repaired <= limits.max_share * external:
+            best = count
+    if not best:
+        return "too much would have to be repaired" if limits.repair else "an unknown segment comes first"
+    return Plan(exact, spans[best - 1].end, tuple(spans[:best]))
+
+
+def unpredictable(candidates: Sequence[Candidate]) -> str:
+    """Why the whole request is to run densely, if a content is unpredictable by its policy's own criterion."""
+    return next((f"{c.segment.name}: {c.reason}" for c in candidates if c.unpredictable), "")
+
+
+def describe(
+    plan: Plan, prompt_tokens: int, candidates: Sequence[Candidate], *, materialised: bool
+) -> tuple[SegmentReport, ...]:
+    """Per segment, how many tokens were exact, loaded, repaired and computed.
+
+    Args:
+        materialised: the worker has carried the plan out; if not, external tokens count as computed.
+    """
+    reports = []
+    by_candidate: dict[int, list[Span]] = {}
+    for span in plan.spans if materialised else ():
+        by_candidate.setdefault(span.candidate, []).append(span)
+    for position, candidate in enumerate(candidates):
+        segment = candidate.segment
+        external = _overlap(segment, plan.exact, plan.end) if materialised else 0
+        spans = by_candidate.get(position, [])
+        copied = sum(_overlap(segment, s.start, s.end) for s in spans if s.exact)
+        loaded = sum(_overlap(segment, s.start, s.end) for s in spans if not s.exact)
+        exact = _overlap(segment, 0, plan.exact) + copied
+        reports.append(
+            SegmentReport(
+                kind=segment.kind,
+                name=segment.name,
+                start=segment.start,
+                end=segment.end,
+                exact=exact,
+                loaded=loaded,
+                repaired=external - loaded - copied,
+                computed=segment.end - segment.start - exact - external + copied,
+                source=candidate.entry.source if candidate.entry is not None and loaded else "",
+                confidence=candidate.confidence if loaded else None,
+                examples=candidate.examples,
+                reason=candidate.reason,
+                edge=candidate.edge,
+            )
+        )
+    return tuple(reports)
+
+
+def cover(segments: Sequence[Segment], prompt_tokens: int) -> list[Segment]:
+    """The segments with every gap between them filled by a fixed segment, so that they cover the whole prompt."""
+    covered: list[Segment] = []
+    position = 0
+    for segment in segments:
+        if segment.start > position:
+            covered.append(Segment(kind=SegmentKind.FIXED, start=position, end=segment.start))
+        covered.append(segment)
+        position = segment.end
+    if position < prompt_tokens:
+        covered.append(Segment(kind=SegmentKind.FIXED, start=position, end=prompt_tokens))
+    return covered
+
+
+def _loadable(prompt_tokens: int, exact: int, candidates: Sequence[Candidate]) -> list[Span]:
+    spans = []
+    for position, candidate in enumerate(candidates):
+        if candidate.entry is None:
+            continue
+        start = max(candidate.segment.start + candidate.depth, exact)
+        held = candidate.entry.tokens - candidate.offset
+        end = min(candidate.segment.start + held, candidate.segment.end, prompt_tokens - 1)
+        if end > start:
+            spans.append(Span(start, end, position, candidate.entry.exact))
+    return spans
+
+
+def _overlap(segment: Segment, start: int, end: int) -> int:
+    return max(0, min(segment.end, end) - max(segment.start, start))

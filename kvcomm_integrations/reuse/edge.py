@@ -1,0 +1,31 @@
+"""Edges: what a correction is learned for, and what is known of one. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Edge(NamedTuple):
+    """What a correction is learned for: an ordered pair of agents and the name of the placeholder.
+
+    ``scope`` keeps tenants (and LoRA adapters, models) apart; equal edges of different scopes never share state.
+    """
+
+    source: str
+    target: str
+    name: str
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What a policy knows about an edge, and about one content on it."""
+
+    examples: int
+    """Dense observations learned from."""
+    ready: bool
+    """The policy has a correction for this edge."""
+    leverage: float | None = None
+    """How far the content is from the examples, in units where below 0.8 is familiar and above 1 is new."""
+    reason: str = ""
