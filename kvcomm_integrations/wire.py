@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcomm_integrations.errors import WireError
 
@@ -21,6 +21,8 @@ TOKENIZER_PATH = "/v1/kvcomm/tokenizer"
 """Where such a server hands out its tokenizer's files: a JSON object of names and texts."""
 SESSION_HEADER = "X-Session-ID"
 """Header with a hash of tenant and session, by which routers keep a session on one replica."""
+TREATMENTS = ("exact", "loaded", "repaired", "computed")
+"""What can become of a prompt token; each is a count of ``SegmentReport`` and of ``RequestReport``."""
 MAX_SEGMENTS = 4096
 MAX_NAME = 256
 MAX_FIELDS = 64
@@ -45,6 +47,19 @@ class Mode(StrEnum):
     AUTO = "auto"
     DENSE = "dense"
     OBSERVE = "observe"
+
+
+class Health(StrEnum):
+    """What audits have made of an edge."""
+
+    PROVEN = "proven"
+    """A familiar content is repaired no deeper than ``mature_depth``, however long it is; with each further proof half
+    as deep."""
+    OPEN = "open"
+    DEEPER = "deeper"
+    """Always repaired twice as deep as an edge without examples."""
+    CLOSED = "closed"
+    """Not loaded."""
 
 
 class Segment(BaseModel):
@@ -154,10 +169,10 @@ class EdgeReport(BaseModel):
     """Placeholder."""
     reference: str = ""
     """Why this reference: producer, first consumer, or the previous one in a chain."""
-    health: str = "open"
-    """``open``, ``deeper`` (repaired deeper) or ``closed`` (not loaded)."""
+    health: Health = Health.OPEN
+    """What audits have made of it. A word that this version does not know, from a newer server, is read as ``open``."""
     why: str = ""
-    """Why it is open, deeper or closed."""
+    """Why its health is what it is."""
     audits: int = 0
     """Audits since that last changed."""
     divergence: float | None = None
@@ -165,6 +180,11 @@ class EdgeReport(BaseModel):
     divergence_low: float | None = None
     divergence_high: float | None = None
     """90 % bounds of the mean over these audits, nats."""
+
+    @field_validator("health", mode="before")
+    @classmethod
+    def _known_health(cls, value: object) -> object:
+        return Health.OPEN if isinstance(value, str) and value not in tuple(Health) else value
 
 
 class SegmentReport(BaseModel):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.planning.gate import EdgeHealth, GateDecision, Health, decide
+from kvcomm_integrations.planning.gate import EdgeHealth, GateDecision, decide
 from kvcomm_integrations.planning.reference_index import Entry
 from kvcomm_integrations.reuse.edge import Edge, Readiness
 from kvcomm_integrations.reuse.traits import policy_traits
-from kvcomm_integrations.wire import EdgeReport
+from kvcomm_integrations.wire import EdgeReport, Health
 
 
 class EdgeTable:
@@ -74,7 +74,7 @@ class EdgeTable:
             target=edge.target,
             name=edge.name,
             reference=reference,
-            health=health.verdict.value,
+            health=health.verdict,
             why=health.reason or (seen if health.audits else "no audits yet"),
             audits=len(health.audits),
             divergence=_finite(health.last),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.reuse.edge import Readiness
+from kvcomm_integrations.wire import Health
 
 FAMILIAR = 0.8
 """Leverage below which a content is like the examples: the map helped in 391 of 394 measured cases."""
@@ -42,19 +42,6 @@ class GateDecision:
     """Why, for the report."""
     unpredictable: bool = False
     """The policy's own criterion refuses: the whole request is to run densely, so that it becomes an example."""
-
-
-class Health(StrEnum):
-    """What audits have made of an edge."""
-
-    PROVEN = "proven"
-    """A familiar content is repaired no deeper than ``mature_depth``, however long it is; with each further proof half
-    as deep."""
-    OPEN = "open"
-    DEEPER = "deeper"
-    """Always repaired twice as deep as an edge without examples."""
-    CLOSED = "closed"
-    """Not loaded."""
 
 
 @dataclass
