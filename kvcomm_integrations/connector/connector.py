@@ -1,4 +1,4 @@
-"""The class vLLM loads: passes each call on to the scheduler half or the worker half, and nothing more.
+"""The class vLLM loads: passes each call on to the `ConnectorScheduler` or the `ConnectorWorker` of its process.
 
 Use it with ``KVTransferConfig(kv_connector="KVCommConnector", kv_role="kv_both",
 kv_connector_module_path="kvcomm_integrations.connector.connector", kv_connector_extra_config=<ReuseConfig>)``.
@@ -23,14 +23,12 @@ from kvcomm_integrations.connector.compat import (
     Request,
     SchedulerOutput,
     VllmConfig,
-    calling_runner,
-    make_seeds_rewindable,
-    step_being_taken_in,
     unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.metrics import ReusePromMetrics, ReuseStats
 from kvcomm_integrations.connector.scheduler import ConnectorScheduler
+from kvcomm_integrations.connector.workarounds import calling_runner, make_seeds_rewindable, step_being_taken_in
 from kvcomm_integrations.connector.worker.state_rpc import StateRpc
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.reuse.policies import create_policy
@@ -107,30 +105,30 @@ class KVCommConnector(KVConnectorBase_V1):
         self.connector_scheduler.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
 
     def on_new_request(self, request: Request) -> None:
-        self.connector_scheduler.new(request)
+        self.connector_scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.connector_scheduler.match(request, num_computed_tokens), False
+        return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self.connector_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.connector_scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.connector_scheduler.step(scheduler_output)
+        return self.connector_scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.connector_scheduler.acknowledge(report)
+            self.connector_scheduler.update_connector_output(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         report = step_being_taken_in()
         if isinstance(report, WorkerReport):
-            self.connector_scheduler.foresee(report)
-        return self.connector_scheduler.finished(request, block_ids)
+            self.connector_scheduler.note_loads(report)
+        return self.connector_scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        self.connector_scheduler.reset()
+        self.connector_scheduler.reset_cache()
         return True
 
     # ---- worker half -----------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from kvcomm_integrations.connector.metrics import (
     TRIPS,
     ReuseStats,
 )
-from kvcomm_integrations.planning.edge_table import EdgeTable
-from kvcomm_integrations.planning.reference_index import ReferenceIndex
+from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
 
 T = TypeVar("T", bound=Hashable)
@@ -88,18 +87,14 @@ class ReuseMeter:
 
     Args:
         limit: agents, and edges, with series of their own.
-        policy: the engine's own, whose audits are measured.
-        index: references.
-        edges: what is known of edges.
+        planner: whose index and edges are counted, and whose policy's audits are measured.
         breaker: counts faults.
     """
 
-    def __init__(
-        self, limit: int, policy: str, index: ReferenceIndex, edges: EdgeTable, breaker: CircuitBreaker
-    ) -> None:
-        self._policy = policy
-        self._index = index
-        self._edges = edges
+    def __init__(self, limit: int, planner: Planner, breaker: CircuitBreaker) -> None:
+        self._policy = planner.config.policy
+        self._index = planner.index
+        self._edges = planner.edges
         self._breaker = breaker
         self._stats = ReuseStats()
         self._agents: TopLabels[str] = TopLabels(limit)

@@ -1,57 +1,31 @@
 """Contents that one earlier prompt holds in a row are loaded as one run, the text between them included.
 
-A *row* is the token sequence of a prompt and its answer; a *seam* is the fixed text between two contents of one row.
-Every reference remembers a digest of the row before its content and of the row up to its end. Two contents of a new
-prompt belong to one run if the digests say that they stood one after the other in the same row, with the same text
+A *row* is the token sequence of a prompt and its answer; a *separator* is the fixed text between two contents of one
+row. Every reference remembers a digest of the row before its content and of the row up to its end. Two contents of a
+new prompt belong to one run if the digests say that they stood one after the other in the same row, with the same text
 between them. The digest covers the whole row, so a conversation's later prompts, which begin with the earlier ones,
-continue the same row. Knows token ids and entries; decides nothing about depth, and holds no tensors.
+continue the same row.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.planning.content_keys import ContentKey
+from kvcomm_integrations.planning.entries import Entry
 from kvcomm_integrations.planning.plan import Candidate
-from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState
+from kvcomm_integrations.planning.row import Row
 from kvcomm_integrations.wire import Segment, SegmentKind
 
-MAX_SEAM = 64
-"""Longest seam that is kept, tokens: longer template text belongs to one agent and is not worth its memory."""
+MAX_SEPARATOR = 64
+"""Longest separator that is kept, tokens: longer template text belongs to one agent and is not worth its memory."""
+
+Lookup = Callable[[ContentKey], Entry | None]
 
 
-class Row:
-    """Digests of a row up to chosen positions.
-
-    Args:
-        ids: the row's token ids.
-        positions: where digests will be asked for; others are answered with an empty string.
-    """
-
-    def __init__(self, ids: Sequence[int], positions: Iterable[int]) -> None:
-        packed = memoryview(array("q", ids).tobytes())
-        digest = hashlib.blake2b(digest_size=16)
-        self._digests: dict[int, str] = {}
-        at = 0
-        for position in sorted({p for p in positions if 0 <= p <= len(ids)}):
-            digest.update(packed[8 * at : 8 * position])
-            at = position
-            self._digests[position] = digest.copy().hexdigest()
-
-    @classmethod
-    def of_prompt(cls, ids: Sequence[int], segments: Sequence[Segment]) -> Row:
-        """The row of a prompt, with digests at the edges of its segments and at its end."""
-        return cls(ids, [len(ids), *(edge for segment in segments for edge in (segment.start, segment.end))])
-
-    def at(self, position: int) -> str:
-        """The digest of the tokens before ``position``; empty if it was not asked for in time."""
-        return self._digests.get(position, "")
-
-
-def seam_key(scope: str, after: str, ids: Sequence[int]) -> ContentKey:
+def separator_key(scope: str, after: str, ids: Sequence[int]) -> ContentKey:
     """Under which key the text before a content is held.
 
     Args:
@@ -59,33 +33,28 @@ def seam_key(scope: str, after: str, ids: Sequence[int]) -> ContentKey:
         after: digest of the row up to the content that follows.
         ids: the text's token ids.
     """
-    return ContentKey(scope, f"seam:{after}:{content_id(ids)}")
+    return ContentKey(scope, f"separator:{after}:{content_id(ids)}")
 
 
-def seams_of(
-    row: Row, placeholders: Iterable[Segment], find: Callable[[Segment], Entry | None], answer: int | None
+def separators_of(
+    row: Row, contents: Iterable[tuple[Segment, Entry | None]], answer: int | None
 ) -> list[tuple[int, int]]:
     """The spans between contents that a row holds in a row, and between the last of them and the answer.
 
     Args:
         row: the row.
-        placeholders: its contents, in order.
-        find: the entry of a content; one that was taken from another row makes no seam.
+        contents: its contents in order, each with its entry; one that was taken from another row makes no separator.
         answer: where an answer begins that will be kept; ``None`` if none will.
     """
     spans = []
     held: Segment | None = None
-    for segment in placeholders:
-        entry = find(segment)
-        if held is not None and entry is not None and entry.before == row.at(segment.start):
+    for segment, entry in contents:
+        if held is not None and entry is not None and entry.reserved.before == row.at(segment.start):
             spans.append((held.end, segment.start))
-        held = segment if entry is not None and entry.after == row.at(segment.end) else None
+        held = segment if entry is not None and entry.reserved.after == row.at(segment.end) else None
     if held is not None and answer is not None:
         spans.append((held.end, answer))
-    return [(start, end) for start, end in spans if 0 < end - start <= MAX_SEAM]
-
-
-Lookup = Callable[[ContentKey], Entry | None]
+    return [(start, end) for start, end in spans if 0 < end - start <= MAX_SEPARATOR]
 
 
 def join(
@@ -97,7 +66,7 @@ def join(
     Args:
         found: segments in order, covering the prompt.
         ids: the prompt's token ids.
-        scope: whose seams may be found.
+        scope: whose separators may be found.
         lookup: the entry of a key.
         depth: first tokens to be repaired if a candidate is part of so many tokens that are loaded in one go. The most
             that any member of a run asks for is repaired.
@@ -107,14 +76,16 @@ def join(
         first, last = run[0].first, run[-1].second
         tokens = found[last].segment.end - found[first].segment.start
         left = max(depth(found[place], tokens) for place in (first, *(link.second for link in run)))
-        seams = {link.first + 1: link.seam for link in run}
+        separators = {link.first + 1: link.separator for link in run}
         for place in range(first, last + 1):
             candidate = found[place]
             depth_here = min(left, candidate.segment.end - candidate.segment.start)
             left -= depth_here
-            if candidate.segment.kind is SegmentKind.FIXED:
+            separator = separators.get(place)
+            if candidate.segment.kind is SegmentKind.FIXED and separator is not None:
+                edge = candidate.edge._replace(source=separator.source)
                 why = "stands so in an earlier prompt"
-                joined[place] = Candidate(candidate.segment, seams[place], depth_here, why)
+                joined[place] = Candidate(candidate.segment, edge, separator, depth_here, why)
             elif depth_here != candidate.depth:
                 joined[place] = replace(candidate, depth=depth_here)
     return joined
@@ -122,11 +93,11 @@ def join(
 
 @dataclass(frozen=True)
 class _Link:
-    """Two neighbouring contents of a run, by their places in the list, and the seam between them if there is text."""
+    """Two neighbouring contents of a run, by their places in the list, and the separator if there is text between."""
 
     first: int
     second: int
-    seam: Entry | None
+    separator: Entry | None
 
 
 def _runs(links: Iterable[_Link]) -> list[list[_Link]]:
@@ -157,17 +128,18 @@ def _link(
 ) -> _Link | None:
     left, right = found[first], found[second]
     assert left.entry is not None and right.entry is not None
-    if not left.entry.after or not right.entry.before:
+    before, after = right.entry.reserved.before, left.entry.reserved.after
+    if not after or not before:
         return None
     if second == first + 1:
-        return _Link(first, second, None) if left.entry.after == right.entry.before else None
+        return _Link(first, second, None) if after == before else None
     text = ids[left.segment.end : right.segment.start]
-    if len(text) > MAX_SEAM:
+    if len(text) > MAX_SEPARATOR:
         return None
-    seam = lookup(seam_key(scope, right.entry.before, text))
-    if seam is None or seam.state is not EntryState.READY or seam.before != left.entry.after:
+    separator = lookup(separator_key(scope, before, text))
+    if separator is None or not separator.ready or separator.reserved.before != after:
         return None
-    return _Link(first, second, seam)
+    return _Link(first, second, separator)
 
 
 def _whole(candidate: Candidate) -> bool:
@@ -177,5 +149,5 @@ def _whole(candidate: Candidate) -> bool:
         segment.kind is SegmentKind.PLACEHOLDER
         and entry is not None
         and candidate.offset == 0
-        and entry.length == segment.end - segment.start
+        and entry.reserved.length == segment.end - segment.start
     )

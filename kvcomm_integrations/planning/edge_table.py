@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.planning.entries import Entry
 from kvcomm_integrations.planning.gate import EdgeHealth, GateDecision, decide
-from kvcomm_integrations.planning.reference_index import Entry
 from kvcomm_integrations.reuse.edge import Edge, Readiness
 from kvcomm_integrations.reuse.traits import policy_traits
 from kvcomm_integrations.wire import EdgeReport, Health

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcomm_integrations.planning.reference_index import Entry
+from kvcomm_integrations.planning.entries import Entry
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.wire import EdgeReport, Segment, SegmentKind, SegmentReport
 
 
@@ -18,13 +19,16 @@ class Candidate:
     """
 
     segment: Segment
+    edge: Edge
+    """From whose cache to whose prompt; its source is empty where nothing is held."""
     entry: Entry | None = None
     depth: int = 0
     reason: str = ""
     confidence: float | None = None
     examples: int = 0
     offset: int = 0
-    edge: EdgeReport | None = None
+    known: EdgeReport | None = None
+    """What is known of the edge."""
     unpredictable: bool = False
     """The policy's own criterion asks for a dense run of the whole request."""
 
@@ -98,6 +102,18 @@ class Plan:
         return tuple(gaps)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What one policy would do with a prompt."""
+
+    policy: str
+    candidates: tuple[Candidate, ...]
+    """The segments in order, covering the prompt."""
+    plan: Plan | None = None
+    reason: str = ""
+    """Why there is no plan; empty if there is."""
+
+
 def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], limits: Limits) -> Plan | str:
     """The plan that loads most within the limits, or the reason why there is none.
 
@@ -166,24 +182,10 @@ def describe(
                 confidence=candidate.confidence if loaded else None,
                 examples=candidate.examples,
                 reason=candidate.reason,
-                edge=candidate.edge,
+                edge=candidate.known,
             )
         )
     return tuple(reports)
-
-
-def cover(segments: Sequence[Segment], prompt_tokens: int) -> list[Segment]:
-    """The segments with every gap between them filled by a fixed segment, so that they cover the whole prompt."""
-    covered: list[Segment] = []
-    position = 0
-    for segment in segments:
-        if segment.start > position:
-            covered.append(Segment(kind=SegmentKind.FIXED, start=position, end=segment.start))
-        covered.append(segment)
-        position = segment.end
-    if position < prompt_tokens:
-        covered.append(Segment(kind=SegmentKind.FIXED, start=position, end=prompt_tokens))
-    return covered
 
 
 def _loadable(prompt_tokens: int, exact: int, candidates: Sequence[Candidate]) -> list[Span]:
@@ -195,7 +197,7 @@ def _loadable(prompt_tokens: int, exact: int, candidates: Sequence[Candidate]) -
         held = candidate.entry.tokens - candidate.offset
         end = min(candidate.segment.start + held, candidate.segment.end, prompt_tokens - 1)
         if end > start:
-            spans.append(Span(start, end, position, candidate.entry.exact))
+            spans.append(Span(start, end, position, candidate.entry.reserved.exact))
     return spans
 
 

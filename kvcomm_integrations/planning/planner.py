@@ -1,185 +1,242 @@
-"""Deciding what one prompt may load: segments become candidates, candidates become a plan. Changes nothing."""
+"""The one place where it is decided what a prompt may load and how deep that is repaired. Changes nothing.
+
+A resolved prompt is looked up in the index; for each segment there is then a candidate, with the gate's word on it; the
+candidates become a plan.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from kvcomm_integrations.config import Gate, ReuseConfig
-from kvcomm_integrations.connector.compat import Request
-from kvcomm_integrations.planning.content_keys import Contents
+from kvcomm_integrations.planning.content_keys import FIRST_DENSE, ContentKey
 from kvcomm_integrations.planning.contiguous import join
 from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.entries import Entry, Held, Holdings
 from kvcomm_integrations.planning.gate import GateDecision
-from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, cover, make_plan, unpredictable
-from kvcomm_integrations.planning.reference_index import EntryState, ReferenceIndex
-from kvcomm_integrations.planning.request_state import RequestState, WorkersState
+from kvcomm_integrations.planning.plan import Candidate, Limits, Planned, make_plan
+from kvcomm_integrations.planning.reference_index import ReferenceIndex
+from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, ResolvedSegment
+from kvcomm_integrations.planning.workers_state import WorkersState
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.traits import policy_traits
-from kvcomm_integrations.wire import KVCommParams, Mode, Segment, SegmentKind
+from kvcomm_integrations.wire import Mode, SegmentKind
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A reference for a content, the content's first token in it, and why it was chosen."""
+
+    entry: Entry
+    offset: int
+    why: str
 
 
 class Planner:
-    """What may be loaded, and what the gate makes of it.
+    """Plans prompts over what is held and known.
 
     Args:
         config: our settings.
         index: references.
         edges: what is known of each edge.
-        contents: keys of a request's segments.
         workers: what the workers have reported of themselves.
     """
 
-    def __init__(
-        self, config: ReuseConfig, index: ReferenceIndex, edges: EdgeTable, contents: Contents, workers: WorkersState
-    ) -> None:
+    def __init__(self, config: ReuseConfig, index: ReferenceIndex, edges: EdgeTable, workers: WorkersState) -> None:
         self.config = config
         self.index = index
         self.edges = edges
-        self.contents = contents
         self.workers = workers
 
-    def refusal(self, request: Request, params: KVCommParams) -> str:
-        """Why a request runs densely whatever it holds; empty if it need not."""
+    def refusal(self, prompt: ResolvedPrompt) -> str:
+        """Why a request runs densely whatever is held; empty if it need not."""
         if self.workers.disabled:
             return self.workers.disabled
-        if request.lora_request is not None:
-            return "LoRA requests are served densely"
-        if request.mm_features or request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return "multimodal and embedding prompts are served densely"
-        if request.resumable:
-            return "streaming-input requests are served densely"
-        if request.skip_reading_prefix_cache:
-            return "the request asked to skip cached KV (prompt logprobs do)"
-        for policy in (params.policy, *params.audit):
+        for policy in (prompt.params.policy, *prompt.params.audit):
             if policy is not None and policy_traits(policy) is None:
                 return f"policy {policy!r} does not exist"
             if policy is not None and ":" in policy and policy not in (self.config.policy, *self.config.variants):
                 return f"policy {policy!r} is not among the variants this engine was configured with"
-        traits = policy_traits(params.policy or self.config.policy)
-        if traits is not None and traits.needs_truth and params.mode is Mode.AUTO:
-            name = params.policy or self.config.policy
+        if prompt.traits is not None and prompt.traits.needs_truth and prompt.params.mode is Mode.AUTO:
             return (
-                f"policy {name!r} runs densely: it chooses what to recompute by the true keys of layer 1, which only "
-                "an audit has; choose another policy, or compare it with kvcomm bench fidelity"
+                f"policy {prompt.policy!r} runs densely: it chooses what to recompute by the true keys of layer 1, "
+                "which only an audit has; choose another policy, or compare it with kvcomm bench fidelity"
             )
         return ""
 
-    def candidates(self, tracked: RequestState, policy: str) -> list[Candidate]:
-        """The segments of a prompt, covering it, with what may be loaded for each under a policy."""
-        beginning = self.contents.beginning(tracked)
-        names = dict(self.contents.later_fixed(tracked)) if self.loads_fixed(policy) else {}
-        found = [
-            self._beginning_candidate(tracked, segment)
-            if segment == beginning
-            else self._fixed_candidate(tracked, segment, policy, names.get(segment))
-            if segment.kind is SegmentKind.FIXED
-            else self._candidate(tracked, segment, policy)
-            for segment in cover(tracked.params.segments, tracked.prompt_tokens)
-        ]
-        if not self.config.join_runs or self.loads_fixed(policy):
-            return found
-        return join(
-            found,
-            tracked.request.prompt_token_ids or (),
-            tracked.scope,
-            self.index.lookup,
-            lambda candidate, tokens: self._decision(tracked, candidate, policy, tokens).repair_depth,
+    def look_up(self, prompt: ResolvedPrompt) -> Holdings:
+        """What the index holds for each segment at this moment."""
+        return tuple(
+            Held(*self.index.find(segment.key, prompt.ids(segment.segment)))
+            if segment.part is Part.CONTENT
+            else Held(self.index.lookup(segment.key) if segment.part is not Part.SHORT else None)
+            for segment in prompt.segments
         )
 
-    def _decision(self, tracked: RequestState, candidate: Candidate, policy: str, tokens: int) -> GateDecision:
-        """What the gate says of a content that is part of ``tokens`` tokens to be loaded in one go."""
-        entry = candidate.entry
-        assert entry is not None
-        edge = self.contents.edge(tracked, entry, candidate.segment.name)
-        return self.edges.decide(self._judge(policy), edge, entry, tokens)
+    def plan(self, prompt: ResolvedPrompt, held: Holdings, exact: int, policy: str) -> Planned:
+        """What a policy would do with a prompt.
 
-    def _judge(self, policy: str) -> str:
-        """Whose examples decide: a policy that learns nothing repairs as deep as the engine's own would."""
-        traits = policy_traits(policy)
-        return policy if traits is not None and traits.learns else self.config.policy
+        Args:
+            prompt: the prompt.
+            held: of `look_up`.
+            exact: tokens that the prefix cache provides.
+            policy: by name.
+        """
+        candidates = tuple(self._candidates(prompt, held, policy))
+        for candidate in candidates:
+            if candidate.unpredictable:
+                return Planned(policy, candidates, reason=f"{candidate.segment.name}: {candidate.reason}")
+        repairs = self.workers.repair_refusal is None
+        limits = Limits(repairs, self.config.max_repair_share, self.config.max_repair_tokens)
+        plan = make_plan(prompt.length, exact, candidates, limits)
+        if isinstance(plan, str):
+            return Planned(policy, candidates, reason=plan)
+        return Planned(policy, candidates, plan)
 
-    def _candidate(self, tracked: RequestState, segment: Segment, policy: str) -> Candidate:
-        tokens = segment.end - segment.start
-        if tokens < self.config.min_segment_tokens:
-            return Candidate(segment, reason=f"shorter than {self.config.min_segment_tokens} tokens")
-        found = self.contents.reference(tracked, segment, policy)
-        if found is None:
-            return Candidate(segment, reason="not seen before")
-        entry, offset, why = found
-        if not self.workers.verified:
-            return Candidate(segment, reason="the rotation self-check has not run yet")
-        edge = self.contents.edge(tracked, entry, segment.name)
-        traits = policy_traits(policy)
-        decision = self._decision(tracked, Candidate(segment, entry), policy, tokens)
-        examples = self.edges.examples(policy, edge)
-        known = self.edges.report(self._judge(policy), edge, why)
-        if not decision.load:
-            return Candidate(
-                segment, reason=decision.reason, examples=examples, edge=known, unpredictable=decision.unpredictable
-            )
-        depth = decision.repair_depth if traits is not None and traits.repairs else 0
-        if depth and self.workers.repair_refusal is not None:
-            # What cannot be repaired would end the plan. The correction alone is good enough once it is mature.
-            if self.edges.examples(self._judge(policy), edge) < self.config.mature_examples:
-                why = f"no repair pass, and {examples} of {self.config.mature_examples} examples"
-                return Candidate(segment, reason=why, examples=examples, edge=known)
-            depth = 0
-        leverage = entry.leverage.get((policy, edge))
-        confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
-        return Candidate(segment, entry, depth, decision.reason, confidence, examples, offset, known)
+    def dense(self, prompt: ResolvedPrompt) -> Planned:
+        """The plan of a request that runs densely: nothing is loaded."""
+        nowhere = Edge("", prompt.agent, "", prompt.tenant)
+        return Planned(prompt.policy, tuple(Candidate(segment.segment, nowhere) for segment in prompt.segments))
 
-    def _beginning_candidate(self, tracked: RequestState, segment: Segment) -> Candidate:
-        """Template text at the prompt's beginning is copied exactly."""
-        entry = self.index.lookup(self.contents.beginning_key(tracked, segment))
-        ready = entry is not None and entry.state is EntryState.READY
-        return Candidate(segment, entry, reason="exact copy") if ready else Candidate(segment)
+    def audits(
+        self, prompt: ResolvedPrompt, held: Holdings, exact: int, policies: Iterable[str]
+    ) -> tuple[Planned, ...]:
+        """The plan of each policy for a prompt that is computed densely, to be compared with it afterwards."""
+        if self.workers.repair_refusal is not None:
+            return ()
+        planned = [self.plan(prompt, held, exact, policy) for policy in policies]
+        return tuple(p for p in planned if p.plan is not None and p.plan.first_approximate is not None)
 
-    def _fixed_candidate(self, tracked: RequestState, segment: Segment, policy: str, name: str | None) -> Candidate:
-        """Template text elsewhere is repaired, or loaded where nothing repairs: then it has a name."""
-        entry = self.index.lookup(self.contents.fixed_key(tracked, segment)) if name is not None else None
-        if name is None or entry is None or entry.state is not EntryState.READY:
-            return Candidate(segment)
-        examples = self.edges.examples(policy, self.contents.edge(tracked, entry, name))
-        return Candidate(segment, entry, reason="mean of earlier runs", examples=examples)
+    def dense_instead(self, prompt: ResolvedPrompt, planned: Planned) -> str:
+        """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
+        if planned.plan is None or planned.plan.first_approximate is None:
+            return ""
+        draw = random.Random(prompt.request_id)  # one generator for all would tell tenants of one another
+        if draw.random() < self.config.audit_rate:
+            return "audit"
+        traits = prompt.traits
+        if traits is None or not traits.learns or (traits.gates and self.config.gate is Gate.ENTROPY):
+            return ""
+        loaded = [planned.candidates[span.candidate] for span in planned.plan.spans if not span.exact]
+        if not self.loads_fixed(planned.policy):
+            loaded = [candidate for candidate in loaded if candidate.segment.kind is SegmentKind.PLACEHOLDER]
+        youngest = min((candidate.examples for candidate in loaded), default=0)
+        return "learning" if youngest < self.config.mature_examples and draw.random() < self.config.learn_rate else ""
 
     def loads_fixed(self, policy: str) -> bool:
         """Without the repair pass, template text is loaded from the agent's own earlier runs."""
         traits = policy_traits(policy)
         return self.workers.repair_refusal is not None or (traits is not None and not traits.repairs)
 
-    def dense_instead(self, tracked: RequestState, plan: Plan) -> str:
-        """Why a request that could reuse runs densely all the same: to audit its edges, or to teach young ones."""
-        traits = policy_traits(tracked.policy)
-        if plan.first_approximate is None:
-            return ""
-        draw = random.Random(tracked.request.request_id)  # one generator for all would tell tenants of one another
-        if draw.random() < self.config.audit_rate:
-            return "audit"
-        if traits is None or not traits.learns or (traits.gates and self.config.gate is Gate.ENTROPY):
-            return ""
-        loaded = [tracked.candidates[span.candidate] for span in plan.spans if not span.exact]
-        placeholders = [candidate for candidate in loaded if candidate.segment.kind is SegmentKind.PLACEHOLDER]
-        examples = [candidate.examples for candidate in (loaded if self.loads_fixed(tracked.policy) else placeholders)]
-        if min(examples, default=0) < self.config.mature_examples and draw.random() < self.config.learn_rate:
-            return "learning"
-        return ""
+    def chains(self, policy: str) -> bool:
+        """Whether references along the chain of agents are wanted."""
+        traits = policy_traits(policy)
+        return self.config.chain if self.config.chain is not None else traits is not None and traits.chains
 
-    def audits(
-        self, tracked: RequestState, exact: int, policies: Iterable[str]
-    ) -> list[tuple[str, Plan, list[Candidate]]]:
-        """The plan of each policy for a prompt that is computed densely, to be compared with it afterwards."""
-        audits: list[tuple[str, Plan, list[Candidate]]] = []
-        if self.workers.repair_refusal is not None:
-            return audits
-        for policy in policies:
-            candidates = self.candidates(tracked, policy)
-            if unpredictable(candidates):
-                continue
-            plan = make_plan(tracked.prompt_tokens, exact, candidates, self.limits())
-            if isinstance(plan, Plan) and plan.first_approximate is not None:
-                audits.append((policy, plan, candidates))
-        return audits
+    def choose(self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, policy: str) -> Chosen | None:
+        """The reference to use for a content, if one is ready.
 
-    def limits(self) -> Limits:
-        """Bounds of the repair pass, as far as there is one."""
-        return Limits(self.workers.repair_refusal is None, self.config.max_repair_share, self.config.max_repair_tokens)
+        The producer's for answers, otherwise the first dense consumer's, or the first one's until there is one. Where
+        chains are wanted, that of the agent that consumed the content just before, but only if that one ran dense:
+        errors would add up otherwise.
+        """
+        entry = held.ready
+        if entry is None:
+            return None
+        produced, key = entry.reserved.produced, segment.key
+        first = Chosen(entry, held.offset, "producer" if produced else "first consumer, reused itself in part")
+        if not produced:
+            dense = entry if entry.reserved.dense else self._ready(key._replace(consumer=FIRST_DENSE))
+            if dense is not None:
+                first = Chosen(dense, held.offset if dense is entry else 0, "first dense consumer")
+        if not self.chains(policy) or entry.last_consumer in ("", prompt.agent):
+            return first
+        if not entry.last_dense:
+            return Chosen(first.entry, first.offset, f"{first.why}; the previous consumer was reused itself")
+        link = self._ready(key._replace(consumer=entry.last_consumer))
+        if link is not None:
+            return Chosen(link, 0, "chain: previous consumer ran dense")
+        if first.why == "first dense consumer" and first.entry.source == entry.last_consumer:
+            return Chosen(first.entry, first.offset, "chain: previous consumer ran dense")
+        return Chosen(first.entry, first.offset, f"{first.why}; the previous consumer's reference is not held")
+
+    def edge(self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry) -> Edge:
+        """The edge that a reference takes to a segment of a prompt."""
+        return Edge(entry.source, prompt.agent, segment.name, prompt.tenant)
+
+    def _ready(self, key: ContentKey) -> Entry | None:
+        entry = self.index.lookup(key)
+        return entry if entry is not None and entry.ready else None
+
+    def _candidates(self, prompt: ResolvedPrompt, held: Holdings, policy: str) -> Sequence[Candidate]:
+        """The segments of a prompt, with what may be loaded for each."""
+        found = [
+            self._content(prompt, segment, here, policy)
+            if segment.segment.kind is SegmentKind.PLACEHOLDER
+            else self._fixed(prompt, segment, here, policy)
+            for segment, here in zip(prompt.segments, held, strict=True)
+        ]
+        if not self.config.join_runs or self.loads_fixed(policy):
+            return found
+        return join(
+            found,
+            prompt.token_ids,
+            prompt.scope,
+            self.index.lookup,
+            lambda candidate, tokens: self._decide(candidate.edge, candidate.entry, policy, tokens).repair_depth,
+        )
+
+    def _fixed(self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, policy: str) -> Candidate:
+        """Template text: copied exactly at the prompt's beginning, elsewhere repaired, or loaded if nothing repairs."""
+        entry = held.ready
+        nowhere = Edge("", prompt.agent, segment.name, prompt.tenant)
+        if entry is None or (segment.part is Part.TEMPLATE and not self.loads_fixed(policy)):
+            return Candidate(segment.segment, nowhere)
+        edge = self.edge(prompt, segment, entry)
+        if segment.part is Part.BEGINNING:
+            return Candidate(segment.segment, edge, entry, reason="exact copy")
+        examples = self.edges.examples(policy, edge)
+        return Candidate(segment.segment, edge, entry, reason="mean of earlier runs", examples=examples)
+
+    def _content(self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, policy: str) -> Candidate:
+        nowhere = Edge("", prompt.agent, segment.name, prompt.tenant)
+        if segment.part is Part.SHORT:
+            return Candidate(segment.segment, nowhere, reason=f"shorter than {self.config.min_segment_tokens} tokens")
+        chosen = self.choose(prompt, segment, held, policy)
+        if chosen is None:
+            return Candidate(segment.segment, nowhere, reason="not seen before")
+        if not self.workers.verified:
+            return Candidate(segment.segment, nowhere, reason="the rotation self-check has not run yet")
+        entry, edge = chosen.entry, self.edge(prompt, segment, chosen.entry)
+        decision = self._decide(edge, entry, policy, segment.tokens)
+        examples = self.edges.examples(policy, edge)
+        judged = self._judged_by(policy)
+        known = self.edges.report(judged, edge, chosen.why)
+        refused = Candidate(segment.segment, edge, reason=decision.reason, examples=examples, known=known)
+        if not decision.load:
+            return replace(refused, unpredictable=decision.unpredictable)
+        traits = policy_traits(policy)
+        depth = decision.repair_depth if traits is not None and traits.repairs else 0
+        if depth and self.workers.repair_refusal is not None:
+            # What cannot be repaired would end the plan. The correction alone is good enough once it is mature.
+            if self.edges.examples(judged, edge) < self.config.mature_examples:
+                why = f"no repair pass, and {examples} of {self.config.mature_examples} examples"
+                return replace(refused, reason=why)
+            depth = 0
+        leverage = entry.leverage.get((policy, edge))
+        confidence = None if leverage is None else max(0.0, min(1.0, 1.0 - leverage))
+        return Candidate(
+            segment.segment, edge, entry, depth, decision.reason, confidence, examples, chosen.offset, known
+        )
+
+    def _decide(self, edge: Edge, entry: Entry | None, policy: str, tokens: int) -> GateDecision:
+        """What the gate says of a content that is part of ``tokens`` tokens to be loaded in one go."""
+        assert entry is not None
+        return self.edges.decide(self._judged_by(policy), edge, entry, tokens)
+
+    def _judged_by(self, policy: str) -> str:
+        """Whose examples decide: a policy that learns nothing repairs as deep as the engine's own would."""
+        traits = policy_traits(policy)
+        return policy if traits is not None and traits.learns else self.config.policy

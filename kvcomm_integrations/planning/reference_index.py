@@ -1,94 +1,19 @@
-"""The scheduler half's view of the reference store: what is held, promised, and worth keeping. Holds no tensors."""
+"""Which references are held or reserved, within a byte budget, and for whom."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import count
-from typing import NamedTuple
 
+from kvcomm_integrations.planning.content_keys import ContentKey
+from kvcomm_integrations.planning.entries import Clock, Entry, EntryState, Reservation, victims
 from kvcomm_integrations.planning.ngram_index import NgramIndex
 
-
-class ContentKey(NamedTuple):
-    """Who may share a content, and the hash of its tokens; for chain references, also who consumed it."""
-
-    scope: str
-    content: str
-    consumer: str = ""
-
-
-class EntryState(Enum):
-    """Promised entries are being computed by a request; ready ones are acknowledged by every rank."""
-
-    RESERVED = auto()
-    READY = auto()
-
-
-@dataclass
-class Entry:
-    """One reference. ``tokens`` may be fewer than the content has: the last sampled token's KV never exists."""
-
-    ref_id: int
-    key: ContentKey
-    tokens: int
-    nbytes: int
-    name: str
-    source: str
-    dense: bool
-    owner: str
-    """Request that computes it, while promised."""
-    state: EntryState = EntryState.RESERVED
-    uses: int = 0
-    acknowledged: int = 0
-    exact: bool = False
-    """The beginning of a prompt, to be copied exactly, whatever follows it."""
-    tenant: str = ""
-    """Whose share of the budget it takes."""
-    worth: float = 0.0
-    """Expected saved work per byte; see ``eviction``."""
-    leverage: dict[tuple[str, object], float] = field(default_factory=dict)
-    """By (policy, edge)."""
-    produced: bool = False
-    """An answer, held as its producer computed it."""
-    last_consumer: str = ""
-    """Agent that had the content in its prompt last; empty while only the producer knows it."""
-    last_dense: bool = False
-    """That agent's prompt was computed densely."""
-    length: int = 0
-    """Tokens of the whole content, whether or not the last one's KV is held."""
-    before: str = ""
-    """Digest of the row before the content; empty if nothing may join on to it."""
-    after: str = ""
-    """Digest of the row up to the content's end."""
-
-
-LONG_TOKENS = 4096
-"""Length from which attention costs about as much as everything else."""
-
-
-class Clock:
-    """The worth of references, and what it takes to stay."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def rate(self, entry: Entry) -> None:
-        """Set an entry's worth after it was made or used."""
-        entry.worth = self.now + (1 + entry.uses) * (1 + entry.tokens / LONG_TOKENS)
-
-    def evicted(self, entry: Entry) -> None:
-        """What stays from now on must be worth more than this."""
-        self.now = max(self.now, entry.worth)
-
-
-def victims(entries: Iterable[Entry], active: Callable[[str], bool]) -> list[Entry]:
-    """The entries that may be evicted, first to last. What is still being computed may not."""
-    ready = [entry for entry in entries if entry.state is EntryState.READY]
-    return sorted(ready, key=lambda entry: (active(entry.key.scope), entry.worth))
+ACKNOWLEDGE_STEPS = 64
+"""Steps after which an acknowledgement that has not come is lost. vLLM schedules only a few steps ahead."""
 
 
 @dataclass
@@ -166,14 +91,8 @@ class ScopeTable:
             del self._scopes[name]
 
 
-__all__ = ["ContentKey", "Entry", "EntryState", "ReferenceIndex"]
-
-ACKNOWLEDGE_STEPS = 64
-"""Steps after which an acknowledgement that has not come is lost. vLLM schedules only a few steps ahead."""
-
-
 class ReferenceIndex:
-    """References by content, within a byte budget. Those worth least go first (see ``eviction``); promised ones stay.
+    """References by content, within a byte budget. Those worth least go first (see ``entries``); reserved ones stay.
 
     Args:
         budget: bytes that references may take on one worker.
@@ -211,24 +130,29 @@ class ReferenceIndex:
         """Step by which a reference must be acknowledged."""
         self._ids = count(1)
         self._drops: list[int] = []
-        self._runs = NgramIndex()
+        self._ngrams = NgramIndex()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def lookup(self, key: ContentKey) -> Entry | None:
-        """The entry for a content, ready or promised."""
+        """The entry for a content, ready or reserved."""
         return self._entries.get(key)
 
-    def find_part(self, scope: str, ids: Sequence[int]) -> tuple[Entry, int] | None:
-        """The reference that holds these tokens in a row, and from which of its tokens on."""
-        run = self._runs.find(scope, ids)
-        entry = self._by_id.get(run.ref_id) if run is not None else None
-        return (entry, run.offset) if run is not None and entry is not None else None
+    def find(self, key: ContentKey, ids: Sequence[int]) -> tuple[Entry | None, int]:
+        """The entry that holds a content, ready or reserved, and the content's first token in it.
+
+        Args:
+            key: the content's key.
+            ids: its token ids, by which it is found as a part of another content.
+        """
+        entry = self._entries.get(key)
+        run = None if entry is not None else self._ngrams.find(key.scope, ids)
+        return (entry, 0) if run is None else (self._by_id.get(run.ref_id), run.offset)
 
     def longest_part(self, scope: str, ids: Sequence[int], start: int) -> int:
         """How many tokens from ``start`` on some content holds in a row."""
-        return self._runs.longest(scope, ids, start)
+        return self._ngrams.longest(scope, ids, start)
 
     def touch(self, entry: Entry) -> None:
         """Count a use."""
@@ -237,63 +161,27 @@ class ReferenceIndex:
         self.scopes.use(entry.key.scope, self.clock())
         self._entries.move_to_end(entry.key)
 
-    def promise(
-        self,
-        key: ContentKey,
-        tokens: int,
-        *,
-        name: str,
-        source: str,
-        dense: bool,
-        owner: str,
-        exact: bool = False,
-        parts_of: Sequence[int] = (),
-        tenant: str = "",
-        produced: bool = False,
-        before: str = "",
-        after: str = "",
-        length: int | None = None,
-    ) -> Entry | None:
-        """Announce a reference that ``owner`` is about to compute, evicting others to make room.
+    def reserve(self, wanted: Reservation, searchable: Sequence[int] = ()) -> Entry | None:
+        """Announce a reference that a request is about to compute, evicting others to make room.
 
         Args:
-            exact: the content begins a prompt and will be copied to the same positions.
-            parts_of: the content's token ids, if parts of it shall be found too.
-            tenant: whose share of the budget it takes.
-            produced: an answer, held as its producer computed it.
-            before: digest of the row before the content, if others may join on to it.
-            after: digest of the row up to the content's end.
-            length: tokens of the whole content, if that is not ``tokens``.
+            wanted: what will be held.
+            searchable: the content's token ids, if parts of it shall be found too.
 
         Returns:
-            ``None`` if the content is held or promised already, or cannot fit.
+            ``None`` if the content is held or reserved already, or cannot fit.
         """
-        nbytes = tokens * self.bytes_per_token
-        if key in self._entries or tokens <= 0 or not self._make_room(nbytes, tenant):
+        nbytes = wanted.tokens * self.bytes_per_token
+        if wanted.key in self._entries or wanted.tokens <= 0 or not self._make_room(nbytes, wanted.tenant):
             return None
-        entry = Entry(
-            next(self._ids),
-            key,
-            tokens,
-            nbytes,
-            name,
-            source,
-            dense,
-            owner,
-            exact=exact,
-            tenant=tenant,
-            produced=produced,
-            length=tokens if length is None else length,
-            before=before,
-            after=after,
-        )
+        entry = Entry(next(self._ids), wanted, nbytes)
         self._worth.rate(entry)
-        self._entries[key] = entry
+        self._entries[entry.key] = entry
         self._by_id[entry.ref_id] = entry
         self.used += nbytes
-        self._by_tenant[tenant] += nbytes
-        self.scopes.add(key.scope, entry.ref_id, self.clock())
-        self._runs.add(entry.ref_id, key.scope, parts_of)
+        self._by_tenant[wanted.tenant] += nbytes
+        self.scopes.add(entry.key.scope, entry.ref_id, self.clock())
+        self._ngrams.add(entry.ref_id, entry.key.scope, searchable)
         return entry
 
     def acknowledge(self, ref_id: int, ranks: int) -> None:
@@ -307,7 +195,7 @@ class ReferenceIndex:
             self._due.pop(ref_id, None)
 
     def ordered(self, ref_id: int, step: int) -> None:
-        """The workers have been told to harvest a promised reference in this step."""
+        """The workers have been told to harvest a reserved reference in this step."""
         entry = self._by_id.get(ref_id)
         if entry is not None and entry.state is EntryState.RESERVED:
             self._due[ref_id] = step + ACKNOWLEDGE_STEPS
@@ -329,18 +217,18 @@ class ReferenceIndex:
         return tuple(self._entries.values())
 
     def withdraw(self, ref_id: int) -> None:
-        """Forget a reference (a broken promise, a failed harvest, an eviction) and have workers drop it."""
+        """Forget a reference (a reservation given up, a failed harvest, an eviction) and have workers drop it."""
         entry = self._by_id.pop(ref_id, None)
         if entry is None:
             return
         del self._entries[entry.key]
         self.used -= entry.nbytes
-        self._by_tenant[entry.tenant] -= entry.nbytes
-        if not self._by_tenant[entry.tenant]:
-            del self._by_tenant[entry.tenant]
+        self._by_tenant[entry.reserved.tenant] -= entry.nbytes
+        if not self._by_tenant[entry.reserved.tenant]:
+            del self._by_tenant[entry.reserved.tenant]
         self._due.pop(ref_id, None)
         self.scopes.remove(entry.key.scope, ref_id)
-        self._runs.remove(ref_id)
+        self._ngrams.remove(ref_id)
         self._drops.append(ref_id)
 
     def withdraw_scope(self, scope: str) -> int:
@@ -351,10 +239,10 @@ class ReferenceIndex:
         return len(gone)
 
     def withdraw_owner(self, owner: str) -> None:
-        """Forget what a request has promised and not delivered."""
-        promised = [e.ref_id for e in self._entries.values() if e.owner == owner and e.state is EntryState.RESERVED]
-        for ref_id in promised:
-            self.withdraw(ref_id)
+        """Forget what a request has reserved and not delivered."""
+        owed = [entry for entry in self._entries.values() if entry.reserved.owner == owner and not entry.ready]
+        for entry in owed:
+            self.withdraw(entry.ref_id)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -377,7 +265,7 @@ class ReferenceIndex:
         if over_share <= 0 and over <= 0:
             return True
         candidates = victims(self._entries.values(), self.scopes.active)
-        own = [entry for entry in candidates if entry.tenant == tenant]
+        own = [entry for entry in candidates if entry.reserved.tenant == tenant]
         chosen = _enough(own, over_share)
         over -= sum(entry.nbytes for entry in chosen)
         taken = {entry.ref_id for entry in chosen}

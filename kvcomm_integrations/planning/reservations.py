@@ -1,168 +1,234 @@
-"""Promising references before they are computed, and noting what can be learned from a dense prompt."""
+"""What a prompt leaves behind once it is computed: references reserved for others, and examples for its edges."""
 
 from __future__ import annotations
 
-from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.planning.content_keys import FIRST_DENSE, Contents
-from kvcomm_integrations.planning.contiguous import seam_key, seams_of
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvcomm_integrations.ids import content_id
+from kvcomm_integrations.planning.content_keys import FIRST_DENSE, ContentKey
+from kvcomm_integrations.planning.contiguous import separator_key, separators_of
+from kvcomm_integrations.planning.entries import Entry, Held, Holdings, Reservation
+from kvcomm_integrations.planning.plan import Planned
 from kvcomm_integrations.planning.planner import Planner
-from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState, ReferenceIndex
-from kvcomm_integrations.planning.request_state import RequestState, TrainingExample
+from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, ResolvedSegment
+from kvcomm_integrations.planning.row import Row
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.traits import policy_traits
 from kvcomm_integrations.wire import Mode
 
 
-class Promises:
-    """References that live requests are computing, announced so that nobody computes them twice.
+@dataclass(frozen=True)
+class Harvest:
+    """A reserved reference is tokens ``[start, end)`` of the prompt and its answer."""
+
+    entry: Entry
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """An edge could learn from tokens ``start`` on of the prompt, which are ``offset`` on of the reference."""
+
+    policy: str
+    edge: Edge
+    ref_id: int
+    offset: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a request leaves behind.
 
     Args:
-        index: references.
-        contents: keys of a request's segments.
-        planner: says which template text is worth keeping.
-        config: our settings.
+        harvests: reserved references, to be copied in the step after the prompt is complete: harvesting then does not
+            delay the first token.
+        examples: what can be learned once the prompt is complete.
+        audits: policies with the plans they would have made, to be compared once the request is over.
     """
 
-    def __init__(self, index: ReferenceIndex, contents: Contents, planner: Planner, config: ReuseConfig) -> None:
-        self.config = config
-        self.index = index
-        self.contents = contents
-        self.planner = planner
+    harvests: tuple[Harvest, ...] = ()
+    examples: tuple[TrainingExample, ...] = ()
+    audits: tuple[Planned, ...] = ()
 
-    def promise_prompt(self, tracked: RequestState) -> None:
-        """Announce the contents of an admitted prompt that nobody holds yet."""
-        if tracked.refusal or tracked.params.mode is Mode.DENSE:
-            return
-        self._promise_beginning(tracked)
-        policies = (tracked.policy, *tracked.params.audit)
-        for segment in self.contents.placeholders(tracked):
-            key = self.contents.key(tracked, segment)
-            held = self.contents.find(tracked, segment)[0]
-            if held is not None:
-                consumer = self._also_held_for(tracked, key, held)
-                if consumer is None:
-                    continue
-                key = key._replace(consumer=consumer)
-            entry = self.index.promise(
-                key,
-                segment.end - segment.start,
-                name=segment.name,
-                source=tracked.params.agent,
-                dense=not tracked.guard.active,
-                owner=tracked.request.request_id,
-                tenant=self.contents.tenant_scope(tracked),
-                parts_of=self.contents.ids(tracked, segment),
-                before=tracked.row.at(segment.start),
-                after=tracked.row.at(segment.end),
-            )
+
+class Reservations:
+    """Reserves what live requests are computing, so that nobody computes it twice.
+
+    Args:
+        planner: plans over the same index.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._config = planner.config
+        self._index = planner.index
+
+    def reserve_prompt(self, prompt: ResolvedPrompt, held: Holdings, *, approximate: bool) -> Contribution:
+        """Reserve the contents of an admitted prompt that nobody holds yet, and note what can be learned from it.
+
+        Args:
+            prompt: the prompt.
+            held: what the index held for its segments just before.
+            approximate: some of its KV is an estimate, so nothing can be learned from it.
+        """
+        if prompt.params.mode is Mode.DENSE:
+            return Contribution()
+        harvests = self._beginning(prompt)
+        entries: list[tuple[ResolvedSegment, Entry | None]] = []
+        for segment, here in zip(prompt.segments, held, strict=True):
+            if segment.part is Part.CONTENT:
+                entry, harvest = self._content(prompt, segment, here, approximate=approximate)
+                entries.append((segment, entry))
+                harvests += harvest
+        if self._config.join_runs:
+            harvests += self._separators(prompt, entries, approximate=approximate)
+        if any(map(self._planner.loads_fixed, prompt.policies)):
+            for segment in prompt.segments:
+                if segment.part is Part.TEMPLATE:
+                    harvests += self._reserve(prompt, segment, dense=not approximate)
+        examples = () if approximate or not prompt.params.teach else tuple(self._examples(prompt, held))
+        for _, entry in entries:  # whoever comes next finds these contents in this agent's prompt
             if entry is not None:
-                tracked.harvests.append((entry, segment.start, segment.end))
-        if self.config.join_runs:
-            self._promise_seams(tracked)
-        if any(map(self.planner.loads_fixed, policies)):
-            self._promise_fixed(tracked)
+                entry.last_consumer, entry.last_dense = prompt.agent, not approximate
+        return Contribution(tuple(harvests), examples)
 
-    def _also_held_for(self, tracked: RequestState, key: ContentKey, held: Entry) -> str | None:
-        """As whose reference a dense prompt keeps a content that is held already; ``None``: as nobody's."""
-        if tracked.guard.active or held.source == tracked.params.agent:
+    def reserve_answer(
+        self, prompt: ResolvedPrompt, answer: Sequence[int], computed: int, *, approximate: bool
+    ) -> Harvest | None:
+        """Reserve an answer that is complete.
+
+        Args:
+            prompt: the prompt.
+            answer: the answer's token ids, without what ended it.
+            computed: how many of them have KV: the last sampled token has none.
+            approximate: some of the prompt's KV is an estimate.
+        """
+        params = prompt.params
+        if params.mode is Mode.DENSE or not params.response_name or len(answer) < self._config.min_segment_tokens:
             return None
-        if not held.dense and not held.produced and self.index.lookup(key._replace(consumer=FIRST_DENSE)) is None:
-            return FIRST_DENSE
-        chains = any(map(self.contents.chains, (tracked.policy, *tracked.params.audit)))
-        return tracked.params.agent if chains else None
+        row = [*prompt.token_ids, *answer]
+        wanted = Reservation(
+            key=ContentKey(prompt.scope, content_id(answer)),
+            tokens=computed,
+            name=params.response_name,
+            source=params.agent,
+            dense=not approximate,
+            tenant=prompt.tenant,
+            produced=True,
+            length=len(answer),
+            before=prompt.row.at(prompt.length),
+            after=Row(row, [len(row)]).at(len(row)),
+        )
+        entry = self._index.reserve(wanted, answer[:computed])
+        return None if entry is None else Harvest(entry, prompt.length, prompt.length + computed)
 
-    def _promise_seams(self, tracked: RequestState) -> None:
-        row, ids = tracked.row, tracked.request.prompt_token_ids or []
-        contents = self.contents.placeholders(tracked)
-        answer = tracked.prompt_tokens if tracked.params.response_name else None
-        for start, end in seams_of(row, contents, lambda segment: self.contents.find(tracked, segment)[0], answer):
-            entry = self.index.promise(
-                seam_key(tracked.scope, row.at(end), ids[start:end]),
-                end - start,
+    def give_up(self, contribution: Contribution) -> Contribution:
+        """Withdraw the reservations that a request will not keep; returns what is left."""
+        for harvest in contribution.harvests:
+            self._index.withdraw(harvest.entry.ref_id)
+        return replace(contribution, harvests=())
+
+    def _reserve(self, prompt: ResolvedPrompt, segment: ResolvedSegment, *, dense: bool) -> list[Harvest]:
+        """Reserve a segment under its own key."""
+        wanted = Reservation(
+            key=segment.key,
+            tokens=segment.tokens,
+            name=segment.name,
+            source=prompt.agent,
+            dense=dense,
+            owner=prompt.request_id,
+            tenant=prompt.tenant,
+            exact=segment.part is Part.BEGINNING,
+            length=segment.tokens,
+        )
+        entry = self._index.reserve(wanted)
+        return [] if entry is None else [Harvest(entry, segment.segment.start, segment.segment.end)]
+
+    def _beginning(self, prompt: ResolvedPrompt) -> list[Harvest]:
+        """The exact prefix cache keeps whole blocks of a beginning only; this keeps the rest too."""
+        first = prompt.segments[0] if prompt.segments else None
+        return self._reserve(prompt, first, dense=True) if first is not None and first.part is Part.BEGINNING else []
+
+    def _content(
+        self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, *, approximate: bool
+    ) -> tuple[Entry | None, list[Harvest]]:
+        """The entry that holds a content from now on, and the harvest that makes it if it is new."""
+        span, ids, key = segment.segment, prompt.ids(segment.segment), segment.key
+        entry = held.entry or self._index.find(key, ids)[0]  # reserved by now if it stands in the prompt twice
+        if entry is not None:
+            consumer = self._also_held_for(prompt, segment, entry, approximate=approximate)
+            if consumer is None:
+                return entry, []
+            key = key._replace(consumer=consumer)
+        wanted = Reservation(
+            key=key,
+            tokens=segment.tokens,
+            name=segment.name,
+            source=prompt.agent,
+            dense=not approximate,
+            owner=prompt.request_id,
+            tenant=prompt.tenant,
+            length=segment.tokens,
+            before=prompt.row.at(span.start),
+            after=prompt.row.at(span.end),
+        )
+        reserved = self._index.reserve(wanted, ids)
+        return entry or reserved, [] if reserved is None else [Harvest(reserved, span.start, span.end)]
+
+    def _also_held_for(
+        self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry, *, approximate: bool
+    ) -> str | None:
+        """As whose reference a dense prompt keeps a content that is held already; ``None``: as nobody's."""
+        if approximate or entry.source == prompt.agent:
+            return None
+        reserved = entry.reserved
+        first_dense = segment.key._replace(consumer=FIRST_DENSE)
+        if not reserved.dense and not reserved.produced and self._index.lookup(first_dense) is None:
+            return FIRST_DENSE
+        return prompt.agent if any(map(self._planner.chains, prompt.policies)) else None
+
+    def _separators(
+        self, prompt: ResolvedPrompt, entries: Sequence[tuple[ResolvedSegment, Entry | None]], *, approximate: bool
+    ) -> list[Harvest]:
+        row, harvests = prompt.row, []
+        answer = prompt.length if prompt.params.response_name else None
+        contents = [(segment.segment, entry) for segment, entry in entries]
+        for start, end in separators_of(row, contents, answer):
+            wanted = Reservation(
+                key=separator_key(prompt.scope, row.at(end), prompt.token_ids[start:end]),
+                tokens=end - start,
                 name="",
-                source=tracked.params.agent,
-                dense=not tracked.guard.active,
-                owner=tracked.request.request_id,
-                tenant=self.contents.tenant_scope(tracked),
+                source=prompt.agent,
+                dense=not approximate,
+                owner=prompt.request_id,
+                tenant=prompt.tenant,
+                length=end - start,
                 before=row.at(start),
                 after=row.at(end),
             )
+            entry = self._index.reserve(wanted)
             if entry is not None:
-                tracked.harvests.append((entry, start, end))
+                harvests.append(Harvest(entry, start, end))
+        return harvests
 
-    def note_consumer(self, tracked: RequestState) -> None:
-        """Remember who has a prompt's contents before them now, for whoever comes next."""
-        if tracked.refusal or tracked.params.mode is Mode.DENSE:
-            return
-        for segment in self.contents.placeholders(tracked):
-            entry = self.contents.find(tracked, segment)[0]
-            if entry is not None:
-                entry.last_consumer, entry.last_dense = tracked.params.agent, not tracked.guard.active
-
-    def _promise_fixed(self, tracked: RequestState) -> None:
-        for segment, name in self.contents.later_fixed(tracked):
-            entry = self.index.promise(
-                self.contents.fixed_key(tracked, segment),
-                segment.end - segment.start,
-                name=name,
-                source=tracked.params.agent,
-                dense=not tracked.guard.active,
-                owner=tracked.request.request_id,
-                tenant=self.contents.tenant_scope(tracked),
-            )
-            if entry is not None:
-                tracked.harvests.append((entry, segment.start, segment.end))
-
-    def _promise_beginning(self, tracked: RequestState) -> None:
-        """The fixed text before the first placeholder is the same in every prompt of an agent, position for position.
-
-        The exact prefix cache keeps whole blocks only; this keeps the rest too.
-        """
-        segment = self.contents.beginning(tracked)
-        if segment is None:
-            return
-        entry = self.index.promise(
-            self.contents.beginning_key(tracked, segment),
-            segment.end,
-            name="",
-            source=tracked.params.agent,
-            dense=True,
-            owner=tracked.request.request_id,
-            tenant=self.contents.tenant_scope(tracked),
-            exact=True,
-        )
-        if entry is not None:
-            tracked.harvests.append((entry, 0, segment.end))
-
-    def prepare_observes(self, tracked: RequestState) -> None:
-        """Note what can be learned if the prompt is computed densely."""
-        if tracked.guard.active or tracked.refusal or tracked.params.mode is Mode.DENSE:
-            return
-        if not tracked.params.teach:
-            return
-        for policy in dict.fromkeys((tracked.policy, *tracked.params.audit)):
+    def _examples(self, prompt: ResolvedPrompt, held: Holdings) -> Iterable[TrainingExample]:
+        """What can be learned if the prompt is computed densely."""
+        for policy in dict.fromkeys(prompt.policies):
             traits = policy_traits(policy)
             if traits is None or not traits.learns:
                 continue
-            for segment in self.contents.placeholders(tracked):
-                found = self.contents.reference(tracked, segment, policy)
-                if found is None:
-                    continue
-                entry, offset, _ = found
-                edge = self.contents.edge(tracked, entry, segment.name)
-                tokens = min(entry.tokens - offset, segment.end - segment.start)
-                tracked.observes.append(TrainingExample(policy, edge, entry.ref_id, offset, segment.start, tokens))
-            if self.planner.loads_fixed(policy):
-                self._learn_fixed(tracked, policy)
-
-    def _learn_fixed(self, tracked: RequestState, policy: str) -> None:
-        for segment, name in self.contents.later_fixed(tracked):
-            entry = self.index.lookup(self.contents.fixed_key(tracked, segment))
-            if entry is not None and entry.state is EntryState.READY:
-                edge = self.contents.edge(tracked, entry, name)
-                tracked.observes.append(TrainingExample(policy, edge, entry.ref_id, 0, segment.start, entry.tokens))
-
-    def break_promises(self, tracked: RequestState) -> None:
-        """Withdraw what a request has promised and will not keep."""
-        for entry, _, _ in tracked.harvests:
-            self.index.withdraw(entry.ref_id)
-        tracked.harvests = []
+            for segment, here in zip(prompt.segments, held, strict=True):
+                start = segment.segment.start
+                if segment.part is Part.CONTENT:
+                    chosen = self._planner.choose(prompt, segment, here, policy)
+                    if chosen is not None:
+                        edge = self._planner.edge(prompt, segment, chosen.entry)
+                        tokens = min(chosen.entry.tokens - chosen.offset, segment.tokens)
+                        yield TrainingExample(policy, edge, chosen.entry.ref_id, chosen.offset, start, tokens)
+                elif segment.part is Part.TEMPLATE and here.ready is not None and self._planner.loads_fixed(policy):
+                    edge = self._planner.edge(prompt, segment, here.ready)
+                    yield TrainingExample(policy, edge, here.ready.ref_id, 0, start, here.ready.tokens)

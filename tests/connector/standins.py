@@ -87,7 +87,9 @@ def make_half(*, ranks: int = 1, repair: bool = True, verified: bool = True, **o
     """A scheduler half whose workers have reported for duty."""
     defaults: dict[str, Any] = {"audit_rate": 0.0, "learn_rate": 0.0, "min_segment_tokens": 4, "repair_depth": 4}
     half = ConnectorScheduler(engine_config(ranks=ranks), cache_config(), ReuseConfig(**{**defaults, **options}))
-    half.acknowledge(WorkerReport(verified=verified, repair_known=True, repair_refusal=None if repair else "no runner"))
+    half.update_connector_output(
+        WorkerReport(verified=verified, repair_known=True, repair_refusal=None if repair else "no runner")
+    )
     return half
 
 
@@ -102,7 +104,7 @@ class Engine:
 
     def admit(self, request: Request, exact: int = 0) -> int | None:
         """Match and allocate; the number of external tokens."""
-        external = self.half.match(request, exact)
+        external = self.half.get_num_new_matched_tokens(request, exact)
         if external is not None:
             self.allocate(request, external)
             request.num_computed_tokens = exact + external
@@ -112,10 +114,10 @@ class Engine:
     def allocate(self, request: Request, external: int) -> None:
         need = -(-(request.num_tokens + 1) // BLOCK)
         self.tables[request.request_id] = tuple(next(self._blocks) for _ in range(need))
-        self.half.allocated(request, self.tables[request.request_id], external)
+        self.half.update_state_after_alloc(request, self.tables[request.request_id], external)
 
     def step(self, **scheduled: int) -> Any:
-        return self.half.step(SimpleNamespace(num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
+        return self.half.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
 
     def prefill(self, request: Request) -> Any:
         """One step that computes the rest of the prompt."""
@@ -126,9 +128,9 @@ class Engine:
 
     def obey(self, meta: Any) -> None:
         """Acknowledge every harvest of a step for all ranks."""
-        from kvcomm_integrations.connector.metadata import LoadResult
+        from kvcomm_integrations.planning.jobs import LoadResult
 
-        self.half.acknowledge(
+        self.half.update_connector_output(
             WorkerReport(
                 stored={job.ref_id: self.half.index.ranks for job in meta.harvests},
                 loads={job.req_id: LoadResult(1.0, 1.0) for job in meta.loads},
@@ -139,11 +141,11 @@ class Engine:
         request.append_output_token_ids(answer)
         request.num_computed_tokens = request.num_tokens - 1
         request.status = status
-        return self.half.finished(request, list(self.tables.get(request.request_id, ())))
+        return self.half.request_finished(request, list(self.tables.get(request.request_id, ())))
 
     def run(self, request: Request, answer: list[int]) -> tuple[Any, dict[str, Any]]:
         """A whole request; the step with its load, and its report."""
-        self.half.new(request)
+        self.half.on_new_request(request)
         assert self.admit(request) is not None
         meta = self.prefill(request)
         self.obey(meta)

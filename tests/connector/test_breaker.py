@@ -8,8 +8,10 @@ import pytest
 from vllm.v1.request import Request
 
 from kvcomm_integrations.connector.circuit_breaker import LONGEST_PAUSE_S, CircuitBreaker
-from kvcomm_integrations.connector.metadata import LoadResult, WorkerReport
-from kvcomm_integrations.planning.reference_index import EntryState
+from kvcomm_integrations.connector import scheduler
+from kvcomm_integrations.connector.metadata import WorkerReport
+from kvcomm_integrations.planning.entries import EntryState
+from kvcomm_integrations.planning.jobs import LoadResult
 from tests.connector.standins import Engine, make_half, make_request, segment
 
 
@@ -118,7 +120,7 @@ def check_it_goes_on(engine: Engine) -> None:
     """Nothing is left of what went wrong, and the next request is served as ever."""
     engine.step()
     half = engine.half
-    assert not (half._tracked or half._others or half._planned or half._finished)
+    assert not (half._live or half._others or half._planned or half._finished)
     assert all(entry.state is EntryState.READY for entry in half.index.entries())
     assert engine.run(request_of("b"), [1])[1]["loaded"] > 0
 
@@ -127,29 +129,29 @@ def test_a_bug_at_arrival_costs_one_request_its_reuse(engine: Engine, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(engine.half.planner, "refusal", boom)
         request = request_of("b")
-        engine.half.new(request)
+        engine.half.on_new_request(request)
     assert engine.admit(request) == 0
     engine.prefill(request)
     assert engine.finish(request, [1]) == (False, None)
     check_it_goes_on(engine)
 
 
-@pytest.mark.parametrize("method", ["answer", "observes", "audits"])
-def test_a_bug_at_the_end_keeps_no_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize("function", ["harvest_jobs", "observe_jobs", "audit_job"])
+def test_a_bug_at_the_end_keeps_no_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     request = make_request([*range(60)], {"segments": [segment("placeholder", 10, 50, "q")]})
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.half.jobs, method, boom)
+        patch.setattr(scheduler, function, boom)
         assert engine.finish(request, [1]) == (False, None)
     check_it_goes_on(engine)
 
 
 def test_a_bug_in_a_report_is_a_lost_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(engine.half.answers, "_references", boom)
-        engine.half.acknowledge(WorkerReport(stored={1: 1}))
+        patch.setattr(engine.half._reports, "_references", boom)
+        engine.half.update_connector_output(WorkerReport(stored={1: 1}))
     assert engine.half.breaker.total == {"report": 1}
     check_it_goes_on(engine)
 
@@ -157,10 +159,12 @@ def test_a_bug_in_a_report_is_a_lost_answer(engine: Engine, monkeypatch: pytest.
 def test_three_failed_loads_in_a_row_end_in_dense_requests(engine: Engine) -> None:
     def ask(fault: str) -> dict[str, Any]:
         request = request_of("b")
-        engine.half.new(request)
+        engine.half.on_new_request(request)
         engine.admit(request)
         meta = engine.prefill(request)
-        engine.half.acknowledge(WorkerReport(loads={job.req_id: LoadResult(1, 1, fault) for job in meta.loads}))
+        engine.half.update_connector_output(
+            WorkerReport(loads={job.req_id: LoadResult(1, 1, fault) for job in meta.loads})
+        )
         _, out = engine.finish(request, [1])
         engine.obey(engine.step())
         return dict(out["kvcomm"])
@@ -170,6 +174,6 @@ def test_three_failed_loads_in_a_row_end_in_dense_requests(engine: Engine) -> No
     report = ask("it broke")
     assert report["reason"] == "switched off for a while: too many faults in a row (load)"
     assert report["loaded"] == 0
-    engine.half.reset()
+    engine.half.reset_cache()
     engine.run(request_of("a"), [1, 2, 3, 4, 5])
     assert ask("")["loaded"] > 0

@@ -20,7 +20,7 @@ def edge_of(report: dict[str, Any]) -> dict[str, Any]:
 def learn(engine: Engine, number: int, **params: Any) -> Any:
     """A dense request of agent ``number``; the edges it teaches, as (source, target)."""
     request = ask(other(number), mode="observe", **params)
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     meta = engine.step()
@@ -37,7 +37,7 @@ def test_without_chains_the_first_consumer_is_taken_whoever_came_between() -> No
     assert learn(engine, 3) == [("a1000", "a3000")]
     _, report = engine.run(ask(other(4)), [1])
     assert (edge_of(report)["source"], edge_of(report)["reference"]) == ("a1000", "first dense consumer")
-    assert len([entry for entry in engine.half.index.entries() if entry.name == "user_question"]) == 1
+    assert len([entry for entry in engine.half.index.entries() if entry.reserved.name == "user_question"]) == 1
 
 
 def test_a_chain_takes_the_previous_consumer_while_it_ran_dense() -> None:
@@ -97,11 +97,11 @@ def test_a_link_that_is_not_held_falls_back_to_the_first_reference() -> None:
     engine = Engine(make_half(policy="kvcmas"))
     learn(engine, 1)
     request = ask(other(2), mode="observe")
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     meta = engine.step()
-    engine.half.acknowledge(WorkerReport(failed={job.ref_id: "full" for job in meta.harvests}))
+    engine.half.update_connector_output(WorkerReport(failed={job.ref_id: "full" for job in meta.harvests}))
     _, report = engine.run(ask(other(3)), [1])
     assert edge_of(report)["source"] == "a1000"
     assert edge_of(report)["reference"].endswith("the previous consumer's reference is not held")
@@ -111,7 +111,7 @@ def test_links_are_released_with_their_session() -> None:
     engine = Engine(make_half(policy="kvcmas"))
     for number in (1, 2, 3):
         learn(engine, number, session="s")
-    contents = [entry for entry in engine.half.index.entries() if entry.name == "user_question"]
+    contents = [entry for entry in engine.half.index.entries() if entry.reserved.name == "user_question"]
     assert [entry.key.consumer for entry in contents] == ["", "a2000", "a3000"]
     assert engine.half.release_session("default", "s") == 3
 

@@ -10,13 +10,9 @@ import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.compat import (
-    cache_bytes_per_token,
-    calling_runner,
-    hash_block_size,
-    unsupported_reason,
-)
+from kvcomm_integrations.connector.compat import cache_bytes_per_token, hash_block_size, unsupported_reason
 from kvcomm_integrations.connector.scheduler import ConnectorScheduler
+from kvcomm_integrations.connector.workarounds import calling_runner
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, cache_config, engine_config, make_request, spec
 
 COMMON = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
@@ -77,10 +73,10 @@ def test_what_is_not_understood_is_served_densely(engine: Any, caches: Any, reas
     assert refusal is not None and reason in refusal
     half = ConnectorScheduler(engine, caches, ReuseConfig())
     request = make_request(list(range(40)), {"segments": []})
-    half.new(request)
-    assert half.match(request, 0) == 0
-    half.allocated(request, (1, 2, 3), 0)
-    kept, out = half.finished(request, [1, 2, 3])
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == 0
+    half.update_state_after_alloc(request, (1, 2, 3), 0)
+    kept, out = half.request_finished(request, [1, 2, 3])
     assert not kept and out is not None and reason in out["kvcomm"]["reason"]
 
 

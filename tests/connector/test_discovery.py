@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.planning.content_keys import PIECE
+from kvcomm_integrations.planning.discovery import LONGEST
 from kvcomm_integrations.planning.ngram_index import NgramIndex
 from tests.connector.standins import Engine, make_half, make_request, segment
 
@@ -76,7 +76,7 @@ def test_requests_with_parameters_are_not_mixed_in() -> None:
 def test_without_the_setting_nothing_is_looked_at() -> None:
     plain = Engine(make_half())
     request = make_request(text(2, 40) + SHARED)
-    plain.half.new(request)
+    plain.half.on_new_request(request)
     assert plain.admit(request) == 0
     plain.prefill(request)
     assert plain.finish(request, [1, 2]) == (False, None)
@@ -87,10 +87,10 @@ def test_a_request_that_arrives_with_another_waits_for_it() -> None:
     """Both arrive before either is admitted: what the first computes is seen when the second is matched."""
     plain = engine()
     one, two = make_request(text(2, 40) + SHARED + text(3, 9)), make_request(text(4, 25) + SHARED + text(5, 7))
-    plain.half.new(one)
-    plain.half.new(two)
+    plain.half.on_new_request(one)
+    plain.half.on_new_request(two)
     assert plain.admit(one) == 0
-    assert plain.half.match(two, 0) is None
+    assert plain.half.get_num_new_matched_tokens(two, 0) is None
     plain.obey(plain.prefill(one))
     plain.obey(plain.step())
     external = plain.admit(two)
@@ -100,9 +100,9 @@ def test_a_request_that_arrives_with_another_waits_for_it() -> None:
 
 def test_long_prompts_are_kept_in_pieces() -> None:
     plain = engine()
-    whole = text(8, 2 * PIECE + 100)
+    whole = text(8, 2 * LONGEST + 100)
     ask(plain, whole)
-    report = ask(plain, text(9, 30) + whole[PIECE - 50 : PIECE + 50] + text(5, 7))
+    report = ask(plain, text(9, 30) + whole[LONGEST - 50 : LONGEST + 50] + text(5, 7))
     assert report["loaded"] > 80
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.connector.metadata import AuditResult, WorkerReport
+from kvcomm_integrations.connector.metadata import WorkerReport
+from kvcomm_integrations.planning.jobs import AuditResult
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.wire import RequestReport, SegmentReport
 from tests.connector.standins import Engine, make_half
@@ -20,7 +21,7 @@ def audited(engine: Engine, *divergences: float, examples: int = 5) -> SegmentRe
     """The report of a content on an edge with these audits."""
     for kl in divergences:
         audit = AuditResult("r", "ridge", (EDGE,), (kl,), (True,), 60, 0, 40, 10)
-        engine.half.acknowledge(WorkerReport(examples={("ridge", EDGE): examples}, audits=[audit]))
+        engine.half.update_connector_output(WorkerReport(examples={("ridge", EDGE): examples}, audits=[audit]))
         ask_again(engine)  # verdicts are given when somebody asks
     return ask_again(engine)
 

@@ -16,15 +16,15 @@ def report_entropy(engine: Engine, policy: str, target: str, entropy: float, anc
     """What workers report: anchors of all edges to an agent, and the entropy of each content held."""
     found = WorkerReport()
     for entry in engine.half.index.entries():
-        edge = Edge(entry.source, target, entry.name, '["", "default"]')
+        edge = Edge(entry.source, target, entry.reserved.name, '["", "default"]')
         found.examples[(policy, edge)] = anchors
         found.leverage[(policy, edge, entry.ref_id)] = entropy
-    engine.half.acknowledge(found)
+    engine.half.update_connector_output(found)
 
 
 def dense_and_learning(engine: Engine, request: Any) -> tuple[dict[str, Any], int]:
     """Run a request; its report and the number of contents it teaches."""
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     meta = engine.step()
@@ -64,10 +64,10 @@ def test_one_unpredictable_content_makes_the_whole_request_dense() -> None:
     for entropy in (2.0, 0.1):
         found = WorkerReport()
         for entry in engine.half.index.entries():
-            edge = Edge(entry.source, "b", entry.name, '["", "default"]')
+            edge = Edge(entry.source, "b", entry.reserved.name, '["", "default"]')
             found.examples[("kvcomm", edge)] = 3
             found.leverage[("kvcomm", edge, entry.ref_id)] = entropy if entry.source == "a3000" else 0.1
-        engine.half.acknowledge(found)
+        engine.half.update_connector_output(found)
         report, lessons = dense_and_learning(engine, make_request(prompt, {"segments": segments, "agent": "b"}))
         assert lessons == (2 if entropy > 1 else 0)
         assert bool(report["reason"]) is (entropy > 1)
@@ -84,7 +84,7 @@ def test_an_unpredictable_request_is_not_audited() -> None:
     engine = Engine(make_half(policy="kvcomm", gate="entropy"))
     engine.run(ask(), [1])
     request = ask(other(1), mode="observe", audit=["kvcomm", "ridge"])
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     engine.finish(request, [1, 2])

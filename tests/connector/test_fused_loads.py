@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.connector.metadata import LoadJob, LoadSpan, ObserveJob, StepMetadata
+from kvcomm_integrations.connector.metadata import StepMetadata
 from kvcomm_integrations.connector.worker.fault_injection import SWITCH
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
 from kvcomm_integrations.connector.worker.transfer import FusedLoads
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.planning.jobs import LoadJob, LoadSpan, ObserveJob
 from kvcomm_integrations.reuse.affine import Correction
 from kvcomm_integrations.reuse.kv import KV
 from tests.connector.test_worker import BLOCK, DIM, EDGE, HEADS, LAYERS, _harvest, _worker

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
-from kvcomm_integrations.connector.compat import VirtualBatch, virtual_batch
+from kvcomm_integrations.connector.worker.forward import VirtualBatch, virtual_batch
 
 
 class Model(torch.nn.Module):

@@ -6,10 +6,12 @@ import random
 
 from kvcomm_integrations.config import Isolation
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS, ContentKey, ReferenceIndex
+from kvcomm_integrations.planning.content_keys import ContentKey
+from kvcomm_integrations.planning.entries import Reservation
+from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS, ReferenceIndex
 from kvcomm_integrations.reuse.edge import Edge
 from tests.connector.standins import BYTES_PER_TOKEN, Engine, make_half, make_request, segment
-from tests.connector.test_index import names, promise
+from tests.planning.test_reference_index import names, reserve
 
 
 def prompt_of(seed: int, tokens: int = 20) -> list[int]:
@@ -31,45 +33,45 @@ def ask(engine: Engine, content: list[int], **params: object) -> dict[str, objec
 def test_what_is_used_often_stays_though_others_are_newer() -> None:
     index = ReferenceIndex(40, 1, 1)
     for name in "abcd":
-        promise(index, name, 10)
+        reserve(index, name, 10)
     for _ in range(5):
         index.touch(index.entries()[names(index).index("a")])
     for name in "efgh":
-        promise(index, name, 10)
+        reserve(index, name, 10)
     assert "a" in names(index)
 
 
 def test_what_was_popular_once_goes_in_the_end() -> None:
     index = ReferenceIndex(20, 1, 1)
     for name in ("once", "x"):
-        promise(index, name, 10)
+        reserve(index, name, 10)
     for _ in range(5):
         index.touch(index.entries()[names(index).index("once")])
     for number in range(20):
-        promise(index, f"new {number}", 10)
+        reserve(index, f"new {number}", 10)
         index.touch(index.entries()[-1])
     assert "once" not in names(index)
 
 
 def test_of_equal_use_the_longer_saves_more_per_byte() -> None:
     index = ReferenceIndex(6000, 1, 1)
-    promise(index, "long", 4000)
-    promise(index, "short", 2000)
-    promise(index, "new", 1000)
+    reserve(index, "long", 4000)
+    reserve(index, "short", 2000)
+    reserve(index, "new", 1000)
     assert names(index) == ["long", "new"]
 
 
 def test_sessions_with_live_requests_go_last() -> None:
     index = ReferenceIndex(20, 1, 1)
-    promise(index, "live", 10, scope="live")
-    promise(index, "idle", 10, scope="idle")
+    reserve(index, "live", 10, scope="live")
+    reserve(index, "idle", 10, scope="idle")
     for _ in range(9):
         index.touch(index.entries()[names(index).index("idle")])
     index.scopes.enter("live", 0.0)
-    promise(index, "new", 10, scope="other")
+    reserve(index, "new", 10, scope="other")
     assert names(index) == ["live", "new"]
     index.scopes.leave("live", 0.0)
-    promise(index, "newer", 20, scope="other")
+    reserve(index, "newer", 20, scope="other")
     assert names(index) == ["newer"]
 
 
@@ -79,22 +81,16 @@ def test_sessions_with_live_requests_go_last() -> None:
 def test_a_tenant_cannot_evict_another_beyond_its_share() -> None:
     index = ReferenceIndex(100, 1, 1, tenant_share=0.5)
     for number in range(5):
-        entry = index.promise(
-            ContentKey("v", str(number)), 10, name="", source="", dense=True, owner="", tenant="victim"
-        )
+        entry = index.reserve(Reservation(ContentKey("v", str(number)), 10, "", "", dense=True, tenant="victim"))
         assert entry is not None
         index.acknowledge(entry.ref_id, 1)
     for number in range(50):
-        entry = index.promise(
-            ContentKey("a", str(number)), 10, name="", source="", dense=True, owner="", tenant="attacker"
-        )
+        entry = index.reserve(Reservation(ContentKey("a", str(number)), 10, "", "", dense=True, tenant="attacker"))
         assert entry is not None
         index.acknowledge(entry.ref_id, 1)
         assert index.tenant_bytes("attacker") <= 50
     assert index.tenant_bytes("victim") == 50
-    assert (
-        index.promise(ContentKey("a", "big"), 51, name="", source="", dense=True, owner="", tenant="attacker") is None
-    )
+    assert index.reserve(Reservation(ContentKey("a", "big"), 51, "", "", dense=True, tenant="attacker")) is None
     index.clear()
     assert index.tenant_bytes("victim") == 0 and not index._by_tenant
 
@@ -128,11 +124,11 @@ def test_a_live_request_keeps_its_session() -> None:
     engine = Engine(half)
     ask(engine, prompt_of(1), session="s")
     waiting = make_request([*range(50)], {"session": "s"})
-    half.new(waiting)
+    half.on_new_request(waiting)
     now[0] = 1000.0
     engine.step()
     assert any('"s"' in e.key.scope for e in half.index.entries())
-    half.finished(waiting, [])
+    half.request_finished(waiting, [])
     now[0] = 2000.0
     engine.step()
     assert len(half.index) == 0
@@ -178,29 +174,31 @@ def test_what_sessions_share_is_not_released_by_one() -> None:
 # ---- lost answers ---------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_acknowledgement_ends_in_a_new_promise() -> None:
+def test_a_lost_acknowledgement_ends_in_a_new_reservation() -> None:
     half = make_half()
     engine = Engine(half)
     content = prompt_of(1)
     prompt = [*range(1000, 1010), *content, 2000, 2001]
     params = {"agent": "a", "segments": [segment("placeholder", 10, 30, "q")]}
     first = make_request(prompt, params)
-    half.new(first)
+    half.on_new_request(first)
     engine.admit(first)
     engine.prefill(first)
     harvest = engine.step()
     assert harvest.harvests
     engine.finish(first, [1])
     waiting = make_request(prompt, {**params, "agent": "b"})
-    half.new(waiting)
-    assert half.match(waiting, 0) is None
+    half.on_new_request(waiting)
+    assert half.get_num_new_matched_tokens(waiting, 0) is None
     drops: list[int] = []
     for _ in range(ACKNOWLEDGE_STEPS + 1):
         drops += engine.step().drops
     assert sorted(drops) == sorted(job.ref_id for job in harvest.harvests)
     assert half.index.lost == len(drops) and half.index.used == 0
-    assert half.match(waiting, 0) == 0
-    half.acknowledge(WorkerReport(stored={job.ref_id: 1 for job in harvest.harvests}))  # comes after all: too late
+    assert half.get_num_new_matched_tokens(waiting, 0) == 0
+    half.update_connector_output(
+        WorkerReport(stored={job.ref_id: 1 for job in harvest.harvests})
+    )  # comes after all: too late
     assert half.index.used == 0
 
 
@@ -217,7 +215,7 @@ def test_template_text_matures_where_nothing_repairs_it() -> None:
         prompt = [*range(1000, 1010), *content, *range(2000, 2010), *prompt_of(8), 3000]
         segments = [segment("placeholder", 10, 30, "q"), segment("placeholder", 40, 60, "r")]
         request = make_request(prompt, {"agent": "a", "segments": segments})
-        half.new(request)
+        half.on_new_request(request)
         assert engine.admit(request) is not None
         engine.obey(engine.prefill(request))
         meta = engine.step()
@@ -225,7 +223,7 @@ def test_template_text_matures_where_nothing_repairs_it() -> None:
         for job in meta.observes:
             lessons += 1
             count = half.edges.examples(job.policy, job.edge) + 1
-            half.acknowledge(WorkerReport(examples={(job.policy, job.edge): count}))
+            half.update_connector_output(WorkerReport(examples={(job.policy, job.edge): count}))
         _, out = engine.finish(request, [1, 2])
         engine.obey(engine.step())
         reports.append(out["kvcomm"])
@@ -237,9 +235,9 @@ def test_template_text_matures_where_nothing_repairs_it() -> None:
 def test_a_forgotten_edge_is_not_mature_any_more() -> None:
     half = make_half(policy="ridge")
     known = Edge("a", "b", "q")
-    half.acknowledge(WorkerReport(examples={("ridge", known): 9}))
+    half.update_connector_output(WorkerReport(examples={("ridge", known): 9}))
     assert half.edges.examples("ridge", known) == 9
-    half.acknowledge(WorkerReport(examples={("ridge", known): 0}))
+    half.update_connector_output(WorkerReport(examples={("ridge", known): 0}))
     assert half.edges.examples("ridge", known) == 0
 
 
@@ -258,8 +256,8 @@ def test_nothing_grows_without_end() -> None:
             + len(index.scopes)
             + len(index._by_tenant)
             + len(index._due)
-            + len(index._runs)
-            + len(half._tracked)
+            + len(index._ngrams)
+            + len(half._live)
             + len(half._others)
             + len(half._finished)
             + len(half.edges)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from itertools import permutations
 
-from kvcomm_integrations.connector.metadata import AuditResult, LoadResult, WorkerReport
+from kvcomm_integrations.connector.metadata import WorkerReport
+from kvcomm_integrations.planning.jobs import AuditResult, LoadResult
 from kvcomm_integrations.reuse.edge import Edge
 
 EDGE = Edge("a", "b", "q")

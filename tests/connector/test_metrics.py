@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvcomm_integrations.connector import metrics as series
 from kvcomm_integrations.connector.connector import KVCommConnector
-from kvcomm_integrations.connector.metadata import AuditResult, LoadResult, WorkerReport
+from kvcomm_integrations.connector.metadata import WorkerReport
 from kvcomm_integrations.connector.meter import CHANGES, WATCHED, TopLabels
 from kvcomm_integrations.connector.metrics import KEPT, Kind, ReuseStats, Series, series_key
+from kvcomm_integrations.planning.jobs import AuditResult, LoadResult
 from kvcomm_integrations.reuse.edge import Edge
 
 from .standins import Engine, make_half, make_request, segment
@@ -84,8 +85,8 @@ def test_counters_are_the_sum_of_what_clients_are_told() -> None:
 def test_a_request_that_was_never_computed_counts_no_tokens() -> None:
     half, exported = make_half(), Exported()
     request = make_request(PROMPT, {"agent": "a", "segments": [segment("placeholder", 16, 48, "q")]})
-    half.new(request)
-    half.finished(request, [])
+    half.on_new_request(request)
+    half.request_finished(request, [])
     exported.take(half.meter.take())
     assert exported.value("vllm:kvcomm_requests_total", outcome="aborted") == 1
     assert exported.value("vllm:kvcomm_prompt_tokens_total", treatment="computed") == 0
@@ -100,7 +101,7 @@ def test_audits_faults_evictions_and_edges() -> None:
     def audited(policy: str, kl: float) -> AuditResult:
         return AuditResult("r", policy, (edge,), (kl,), (True,), 64, 0, 32, 8)
 
-    half.acknowledge(
+    half.update_connector_output(
         WorkerReport(
             failed={99: "no room"},
             loads={"r": LoadResult(1.0, 1.0, "KeyError: gone"), "s": LoadResult(1.0, 1.0)},
@@ -108,7 +109,7 @@ def test_audits_faults_evictions_and_edges() -> None:
             audits=[audited("ridge", 0.02), audited("ridge", 0.2), audited("kvcomm", 2.0)],
         )
     )
-    half.new(make_request(PROMPT, {"segments": [segment("placeholder", 3, 99, "q")]}))
+    half.on_new_request(make_request(PROMPT, {"segments": [segment("placeholder", 3, 99, "q")]}))
     for number in range(6):
         ask(engine, f"a{number}", 1000 * (number + 1), first=number)
     exported.take(half.meter.take())

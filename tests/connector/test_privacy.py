@@ -97,11 +97,12 @@ def test_keys_of_contents_and_corrections_name_the_tenant() -> None:
     scopes = {entry.key.scope for entry in half.index.entries()}
     assert scopes
     assert all('"pepper"' in scope and '"ten ant"' in scope for scope in scopes)
-    contents = [entry for entry in half.index.entries() if not entry.exact]
+    contents = [entry for entry in half.index.entries() if not entry.reserved.exact]
     assert all('"ses sion"' in entry.key.scope for entry in contents)
     tracked = make_request([1, 2], {"tenant": "ten ant", "agent": "b"}, salt="pepper")
-    half.new(tracked)
-    edge = half.contents.edge(half._tracked[tracked.request_id], contents[0], "c0")
+    half.on_new_request(tracked)
+    prompt = half._live[tracked.request_id].prompt
+    edge = half.planner.edge(prompt, prompt.segments[0], contents[0])
     assert json.loads(edge.scope) == ["pepper", "ten ant"]
 
 
@@ -126,10 +127,10 @@ def test_nothing_of_a_prompt_is_logged_or_reported(caplog: pytest.LogCaptureFixt
     engine = Engine(half)
     who = {"tenant": "t", "session": "s"}
     reports = [ask(engine, [SECRET, SECRET[:20]], SECRET, who) for _ in range(6)]
-    half.acknowledge(WorkerReport(failed={1: "no room"}, faults={"learn": 3}))
+    half.update_connector_output(WorkerReport(failed={1: "no room"}, faults={"learn": 3}))
     broken = make_request([*SECRET, 1], {"segments": [segment("placeholder", 0, 999, "x")]})
     reports.append(engine.run(broken, [1])[1])
-    half.index.find_part = lambda *args: 1 / 0  # type: ignore[assignment,method-assign]
+    half.index.find = lambda *args: 1 / 0  # type: ignore[assignment,method-assign]
     reports.append(ask(engine, [SECRET], SECRET, {"tenant": "u", "session": "s"}))
     assert "planning failed" in reports[-1]["reason"]
     worker = _worker()

@@ -10,8 +10,9 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.connector.metadata import LoadResult, WorkerReport
+from kvcomm_integrations.connector.metadata import WorkerReport
 from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.jobs import LoadResult
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.traits import POLICY_NAMES
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
@@ -74,7 +75,7 @@ def test_nothing_forgotten_is_harvested(way: str, when: str) -> None:
     half = make_half()
     engine = Engine(half)
     request = ask(response_name="r", session="s")
-    half.new(request)
+    half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     if when == "finished":
@@ -83,11 +84,11 @@ def test_nothing_forgotten_is_harvested(way: str, when: str) -> None:
         assert kept
     assert len(half.index)
     if way == "reset":
-        half.reset()
+        half.reset_cache()
     elif way == "session":
         half.release_session("default", "s")
     else:
-        half.acknowledge(WorkerReport(disabled="no"))
+        half.update_connector_output(WorkerReport(disabled="no"))
     meta = engine.step()
     held = {entry.ref_id for entry in half.index.entries()}
     assert {job.ref_id for job in meta.harvests} <= held
@@ -99,10 +100,10 @@ def test_nothing_forgotten_is_learned_from() -> None:
     engine = Engine(half)
     engine.run(ask(), [1])
     request = ask(other(1))
-    half.new(request)
+    half.on_new_request(request)
     assert engine.admit(request) == 0
     engine.prefill(request)
-    half.reset()
+    half.reset_cache()
     assert engine.step().observes == []
 
 
@@ -145,8 +146,8 @@ def test_asking_twice_in_one_step_gives_the_same_answer_and_one_load() -> None:
     engine = Engine(half)
     engine.run(ask(), [1])
     for request in (ask(other(1)), ask(GLUE, list(range(700, 740)))):  # approximate; an exact copy of the beginning
-        half.new(request)
-        first = half.match(request, 0)
+        half.on_new_request(request)
+        first = half.get_num_new_matched_tokens(request, 0)
         assert engine.admit(request) == first and first
         meta = engine.prefill(request)
         assert len(meta.loads) == 1
@@ -159,8 +160,8 @@ def test_a_plan_that_got_no_blocks_leaves_nothing_behind() -> None:
     engine = Engine(half)
     engine.run(ask(), [1])
     request = ask(other(1))
-    half.new(request)
-    assert half.match(request, 0)
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0)
     assert request.block_hashes != exact_hashes(request)
     assert engine.step().loads == []
     assert request.block_hashes == exact_hashes(request)
@@ -174,9 +175,9 @@ def test_requests_beyond_one_repair_pass_wait_and_get_theirs() -> None:
     engine.run(ask(), [1])
     requests = [ask(other(n)) for n in (1, 2)]
     for request in requests:
-        half.new(request)
+        half.on_new_request(request)
     assert engine.admit(requests[0])
-    assert half.match(requests[1], 0) is None
+    assert half.get_num_new_matched_tokens(requests[1], 0) is None
     engine.prefill(requests[0])
     assert engine.admit(requests[1])
 
@@ -187,8 +188,8 @@ def test_a_plan_that_was_dropped_gives_its_share_of_the_repair_pass_back() -> No
     engine.run(ask(), [1])
     requests = [ask(other(n)) for n in (1, 2)]
     for request in requests:
-        half.new(request)
-    assert half.match(requests[0], 0)
+        half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(requests[0], 0)
     engine.allocate(requests[0], 0)  # vLLM took nothing
     assert requests[0].block_hashes == exact_hashes(requests[0])
     assert engine.admit(requests[1])
@@ -198,16 +199,16 @@ def test_waiting_for_another_requests_prefill_ends() -> None:
     half = make_half()
     engine = Engine(half)
     owner, waiter = ask(), ask(other(1))
-    half.new(owner)
-    half.new(waiter)
+    half.on_new_request(owner)
+    half.on_new_request(waiter)
     assert engine.admit(owner) is not None
-    assert half.match(waiter, 0) is None
+    assert half.get_num_new_matched_tokens(waiter, 0) is None
     meta = engine.prefill(owner)
-    assert half.match(waiter, 0) is None
+    assert half.get_num_new_matched_tokens(waiter, 0) is None
     meta = engine.step()
-    assert half.match(waiter, 0) is None
+    assert half.get_num_new_matched_tokens(waiter, 0) is None
     engine.obey(meta)
-    assert half.match(waiter, 0)
+    assert half.get_num_new_matched_tokens(waiter, 0)
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt", "fail"])
@@ -215,35 +216,35 @@ def test_nobody_waits_for_a_broken_promise(end: str) -> None:
     half = make_half()
     engine = Engine(half)
     owner, waiter = ask(), ask(other(1))
-    half.new(owner)
-    half.new(waiter)
+    half.on_new_request(owner)
+    half.on_new_request(waiter)
     engine.admit(owner)
     engine.prefill(owner)
-    assert half.match(waiter, 0) is None
+    assert half.get_num_new_matched_tokens(waiter, 0) is None
     if end == "abort":
         owner.status = RequestStatus.FINISHED_ABORTED
-        assert half.finished(owner, [1])[0] is False
+        assert half.request_finished(owner, [1])[0] is False
     elif end == "preempt":
         owner.num_preemptions, owner.num_computed_tokens, owner.status = 1, 0, RequestStatus.PREEMPTED
         assert engine.step().harvests == []
     else:
         meta = engine.step()
         assert meta.harvests
-        half.acknowledge(WorkerReport(failed={job.ref_id: "full" for job in meta.harvests}))
-    assert half.match(waiter, 0) == 0
+        half.update_connector_output(WorkerReport(failed={job.ref_id: "full" for job in meta.harvests}))
+    assert half.get_num_new_matched_tokens(waiter, 0) == 0
 
 
 def test_no_one_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     half = make_half()
     engine = Engine(half)
     owner, waiter = ask(), ask(other(1))
-    half.new(owner)
-    half.new(waiter)
+    half.on_new_request(owner)
+    half.on_new_request(waiter)
     engine.admit(owner)
-    assert half.match(waiter, 0) is None
+    assert half.get_num_new_matched_tokens(waiter, 0) is None
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert half.match(waiter, 0) == 0
+    assert half.get_num_new_matched_tokens(waiter, 0) == 0
 
 
 def test_a_preempted_request_keeps_apart_and_reports_only_what_is_exact() -> None:
@@ -251,7 +252,7 @@ def test_a_preempted_request_keeps_apart_and_reports_only_what_is_exact() -> Non
     engine = Engine(half)
     engine.run(ask(), [1])
     request = ask(other(1, 2 * BLOCK + 2))
-    half.new(request)
+    half.on_new_request(request)
     assert engine.admit(request)
     engine.obey(engine.prefill(request))
     request.num_preemptions, request.num_computed_tokens, request.status = 1, 0, RequestStatus.PREEMPTED
@@ -270,13 +271,13 @@ def test_a_request_that_ends_while_preempted_has_no_blocks_to_keep() -> None:
     half = make_half()
     engine = Engine(half)
     request = ask(response_name="r")
-    half.new(request)
+    half.on_new_request(request)
     engine.admit(request)
     engine.prefill(request)
     request.num_preemptions, request.num_computed_tokens = 1, 0
     request.append_output_token_ids(list(range(300, 320)))
     request.status = RequestStatus.FINISHED_STOPPED
-    assert half.finished(request, [])[0] is False
+    assert half.request_finished(request, [])[0] is False
     meta = engine.step()
     assert (meta.harvests, meta.releases, len(half.index)) == ([], [], 0)
 
@@ -286,10 +287,10 @@ def test_a_fault_while_loading_is_reported_as_dense() -> None:
     engine = Engine(half)
     engine.run(ask(), [1])
     request = ask(other(1))
-    half.new(request)
+    half.on_new_request(request)
     engine.admit(request)
     meta = engine.prefill(request)
-    half.acknowledge(WorkerReport(loads={meta.loads[0].req_id: LoadResult(1, 1, "KeyError: 1")}))
+    half.update_connector_output(WorkerReport(loads={meta.loads[0].req_id: LoadResult(1, 1, "KeyError: 1")}))
     _, out = engine.finish(request, [1])
     report = out["kvcomm"]
     assert (report["loaded"], report["repaired"], report["mode"]) == (0, 0, "dense")
@@ -302,7 +303,7 @@ def test_a_fault_while_planning_costs_the_reuse_only(monkeypatch: pytest.MonkeyP
     engine = Engine(half)
     engine.run(ask(), [1])
     request = ask(other(1))
-    half.new(request)
+    half.on_new_request(request)
     monkeypatch.setattr(half.index, "touch", lambda entry: 1 / 0)
     assert engine.admit(request) == 0
     assert request.block_hashes == exact_hashes(request)
@@ -316,20 +317,20 @@ def test_a_hit_that_is_still_being_written_is_waited_for() -> None:
     engine.run(ask(), [1])
     system = other(1, 2 * BLOCK)
     plain = make_request([*system, *other(5, 50)])
-    half.new(plain)
+    half.on_new_request(plain)
     plain.status = RequestStatus.RUNNING  # scheduled in this very step, its blocks are filed but not computed
     request = ask(system)
-    half.new(request)
-    assert half.match(request, 2 * BLOCK) is None
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 2 * BLOCK) is None
     plain.num_computed_tokens = 2 * BLOCK
-    assert half.match(request, 2 * BLOCK)
+    assert half.get_num_new_matched_tokens(request, 2 * BLOCK)
 
 
 def test_without_repair_a_mature_edge_loads_from_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever had to be repaired would end the plan, so nothing at all would be loaded under pipeline parallelism."""
     half = make_half(repair=False, mature_examples=2)
-    engine, lessons, observes = Engine(half), list[Any](), half.jobs.observes
-    monkeypatch.setattr(half.jobs, "observes", lambda *order: lessons.extend(found := observes(*order)) or found)
+    engine, lessons, observes = Engine(half), list[Any](), half._observes
+    monkeypatch.setattr(half, "_observes", lambda *order: lessons.extend(found := observes(*order)) or found)
 
     def both(number: int) -> Any:
         content = [100 * number + i for i in range(50)]
@@ -341,7 +342,7 @@ def test_without_repair_a_mature_edge_loads_from_its_first_token(monkeypatch: py
     assert young["loaded"] == 0
     assert young["segments"][1]["reason"] == "no repair pass, and 0 of 2 examples"
     (edge,) = {lesson.edge for lesson in lessons if lesson.edge.name == "user_question"}
-    half.acknowledge(WorkerReport(examples={("ridge", edge): 2}))
+    half.update_connector_output(WorkerReport(examples={("ridge", edge): 2}))
     mature = both(30)
     assert mature["segments"][1]["loaded"] == 50
     assert mature["repaired"] == 0
@@ -351,12 +352,12 @@ def test_a_request_made_of_thousands_of_segments_does_not_stop_the_engine() -> N
     half = make_half(repair=False)
     segments = [segment("placeholder" if i % 2 else "fixed", 5 * i, 5 * i + 5, f"n{i}") for i in range(4096)]
     request = make_request(list(range(5 * 4096 + 1)), {"segments": segments, "audit": ["kvcomm"]})
-    half.new(request)
+    half.on_new_request(request)
     started = time.perf_counter()
-    assert half.match(request, 0) == 0
-    half.allocated(request, range(10), 0)
+    assert half.get_num_new_matched_tokens(request, 0) == 0
+    half.update_state_after_alloc(request, range(10), 0)
     request.status = RequestStatus.FINISHED_ABORTED
-    half.finished(request, [])
+    half.request_finished(request, [])
     assert time.perf_counter() - started < 5
 
 
@@ -388,7 +389,7 @@ def test_requests_of_other_kinds_are_served_densely(changes: dict[str, Any]) -> 
     request = ask(other(1))
     for name, value in changes.items():
         setattr(request, name, value)
-    half.new(request)
+    half.on_new_request(request)
     assert engine.admit(request) == 0
     assert engine.prefill(request).loads == []
     kept, out = engine.finish(request, [1])

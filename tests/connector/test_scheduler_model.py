@@ -20,15 +20,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from kvcomm_integrations.config import Isolation
-from kvcomm_integrations.connector.metadata import (
-    AuditResult,
-    LoadJob,
-    LoadResult,
-    LoadSpan,
-    StepMetadata,
-    WorkerReport,
-)
-from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS, EntryState
+from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
+from kvcomm_integrations.planning.entries import EntryState
+from kvcomm_integrations.planning.jobs import AuditResult, LoadJob, LoadResult, LoadSpan
+from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS
 from kvcomm_integrations.wire import WIRE_KEY, RequestReport
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, exact_hashes, make_half, make_request, segment
 
@@ -197,7 +192,7 @@ class World:
         )
         live.may_harvest = not lora and isinstance(params, dict) and "mode" in params and params["mode"] != "dense"
         self.lives[live.request.request_id] = live
-        self.half.new(live.request)
+        self.half.on_new_request(live.request)
         self.waiting.append(live)
 
     def free(self, live: Live) -> None:
@@ -252,7 +247,7 @@ class World:
         while self.reports and (calm or self.reports[0][0] <= self.now):
             report = self.reports.popleft()[1]
             self.acknowledged |= {ref for ref, ranks in report.stored.items() if ranks == self.ranks}
-            half.acknowledge(report)
+            half.update_connector_output(report)
         trouble = 0.0 if calm else self.trouble
         scheduled: dict[str, int] = {}
         for live in list(self.running):
@@ -266,7 +261,7 @@ class World:
             if len(self.running) >= 5 or (not calm and rnd.random() < 0.2):
                 break
             hit, off = self.hit(live), half.breaker.refusal()
-            external = half.match(live.request, hit)
+            external = half.get_num_new_matched_tokens(live.request, hit)
             assert not external or not (off or live.lora)
             if external is None:
                 continue
@@ -276,7 +271,7 @@ class World:
                 self.injected["failed allocation"] += 1
                 if rnd.random() < 0.5:
                     continue  # no blocks
-                half.match(live.request, hit)  # asked once more, then no blocks
+                half.get_num_new_matched_tokens(live.request, hit)  # asked once more, then no blocks
                 break
             if external and rnd.random() < trouble / 4:
                 external = 0
@@ -284,13 +279,13 @@ class World:
             self.admit(live, hit, external, scheduled)
             if external:
                 planned[live.request.request_id] = hit + external
-        meta = half.step(SimpleNamespace(num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
+        meta = half.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
         assert pickle.loads(pickle.dumps(meta)) == meta  # every rank gets the same orders
         for req_id, tokens in scheduled.items():
             self.lives[req_id].request.num_computed_tokens += tokens
         assert {job.req_id for job in meta.loads} == set(planned)
         assert half.index.used <= self.budget
-        for tenant in {entry.tenant for entry in half.index.entries()}:
+        for tenant in {entry.reserved.tenant for entry in half.index.entries()}:
             assert half.index.tenant_bytes(tenant) <= half.index.quota
         for live in self.lives.values():
             assert live.hidden or live.request.block_hashes == exact_hashes(live.request)
@@ -300,7 +295,7 @@ class World:
             self.abort()
         if rnd.random() < trouble / 5:
             self.injected["reset"] += 1
-            half.reset()
+            half.reset_cache()
         if rnd.random() < trouble / 8:
             self.injected["new weights"] += 1
             self.weights += 1
@@ -331,7 +326,7 @@ class World:
         self.waiting.appendleft(live)
 
     def check_hidden(self, live: Live, hit: int, external: int) -> None:
-        tracked = self.half._tracked.get(live.request.request_id)
+        tracked = self.half._live.get(live.request.request_id)
         hashes, exact = [bytes(h) for h in live.request.block_hashes], exact_hashes(live.request)
         plan = tracked.plan if tracked is not None else None
         if external:
@@ -350,8 +345,8 @@ class World:
         live.blocks = tuple(range(self.next_block, self.next_block + need))
         self.next_block += need
         self.owner.update(dict.fromkeys(live.blocks, live))
-        self.half.allocated(request, live.blocks, external)
-        tracked = self.half._tracked.get(request.request_id)
+        self.half.update_state_after_alloc(request, live.blocks, external)
+        tracked = self.half._live.get(request.request_id)
         plan = tracked.plan if tracked is not None else None
         if external:
             assert plan is not None
@@ -515,9 +510,9 @@ class World:
 
     def end(self, live: Live, status: RequestStatus) -> bool:
         live.request.status = status
-        kept, out = self.half.finished(live.request, list(live.blocks))
+        kept, out = self.half.request_finished(live.request, list(live.blocks))
         del self.lives[live.request.request_id]
-        assert live.request.request_id not in self.half._tracked
+        assert live.request.request_id not in self.half._live
         if kept:
             assert live.may_harvest
             self.delayed[live.request.request_id] = live
@@ -548,7 +543,7 @@ class World:
         for _ in range(ACKNOWLEDGE_STEPS + 3):
             self.step(calm=True)
         half = self.half
-        assert not (half._tracked or half._others or half._planned or half._finished)
+        assert not (half._live or half._others or half._planned or half._finished)
         assert not (self.lives or self.delayed or self.owner), "blocks leak"
         assert half.index.used == sum(e.nbytes for e in half.index.entries())
         assert set(half.index.scopes) == {e.key.scope for e in half.index.entries()} and not half.index._due

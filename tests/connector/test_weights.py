@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.connector.compat import watch_weights
-from kvcomm_integrations.connector.metadata import HarvestJob, ObserveJob, StepMetadata, WorkerReport
+from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
+from kvcomm_integrations.connector.workarounds import watch_weights
 from kvcomm_integrations.connector.worker.state_rpc import StateRpc
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.planning.jobs import HarvestJob, ObserveJob
 from tests.connector.standins import Engine, make_half, make_request, segment
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
@@ -124,16 +125,16 @@ def test_the_scheduler_half_forgets_too_and_keeps_nothing_of_what_was_half_compu
     half.edges.learned("ridge", EDGE, 3)
     half.edges.audited("ridge", EDGE, 9.0)
     running = request("b")
-    half.new(running)
+    half.on_new_request(running)
     assert engine.admit(running)
     engine.obey(engine.prefill(running))
-    half.acknowledge(WorkerReport(weights=2))
+    half.update_connector_output(WorkerReport(weights=2))
     assert len(half.index) == len(half.edges) == 0 and not half.edges.health("ridge", EDGE).audits
     kept, out = engine.finish(running, list(range(320, 340)))
     assert not kept and out is not None
     orders = engine.step()
     assert (orders.harvests, orders.observes, orders.weights) == ([], [], 2)
-    half.acknowledge(WorkerReport(weights=2))  # told again: nothing new
+    half.update_connector_output(WorkerReport(weights=2))  # told again: nothing new
     meta, report = engine.run(request("a"), list(range(340, 360)))
     assert meta.loads == [] and report["loaded"] == 0
     assert engine.run(request("b"), list(range(360, 380)))[1]["loaded"] > 0

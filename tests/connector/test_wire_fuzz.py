@@ -82,10 +82,10 @@ def test_the_engine_serves_whatever_comes(raw: Any) -> None:
     half = make_half()
     request = make_request(list(range(50)), {"segments": []})
     request.kv_transfer_params = {WIRE_KEY: raw}
-    half.new(request)
-    assert half.match(request, 0) in (0, None)
-    half.allocated(request, (1, 2, 3, 4), 0)
-    _, out = half.finished(request, [1, 2, 3, 4])
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) in (0, None)
+    half.update_state_after_alloc(request, (1, 2, 3, 4), 0)
+    _, out = half.request_finished(request, [1, 2, 3, 4])
     assert RequestReport.from_transfer_params(out) is not None
 
 

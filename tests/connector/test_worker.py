@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.connector.metadata import HarvestJob, LoadJob, LoadSpan, ObserveJob, StepMetadata
+from kvcomm_integrations.connector.metadata import StepMetadata
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
 from kvcomm_integrations.connector.worker.state_rpc import StateRpc
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.planning.jobs import HarvestJob, LoadJob, LoadSpan, ObserveJob
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.rope import Rope

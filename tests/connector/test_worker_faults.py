@@ -10,20 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.connector import worker as worker_module
-from kvcomm_integrations.connector.metadata import (
-    AuditJob,
-    AuditVariant,
-    HarvestJob,
-    LoadJob,
-    LoadSpan,
-    ObserveJob,
-    StepMetadata,
-    WorkerReport,
-)
+from kvcomm_integrations.connector.worker import worker as worker_module
+from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.worker.fault_injection import SWITCH, FaultInjector
 from kvcomm_integrations.connector.worker.worker import FAILED_ALONE, MEMORY, ConnectorWorker
 from kvcomm_integrations.errors import ConfigurationError, EngineError
+from kvcomm_integrations.planning.jobs import AuditJob, AuditVariant, HarvestJob, LoadJob, LoadSpan, ObserveJob
 from tests.connector.test_worker import EDGE, _fill, _harvest, _worker
 
 SPAN = LoadSpan(7, offset=0, start=20, end=40, edge=EDGE)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kvcomm_integrations.connector.compat import logits_of
-from kvcomm_integrations.connector.metadata import AuditJob, AuditResult, AuditVariant, LoadSpan
+from kvcomm_integrations.connector.worker.forward import logits_of
 from kvcomm_integrations.connector.worker.paged_cache import PagedCache
 from kvcomm_integrations.connector.worker.repair import Gap, repair
+from kvcomm_integrations.planning.jobs import AuditJob, AuditResult, AuditVariant, LoadSpan
 from kvcomm_integrations.reuse.kv import KV
 
 Estimate = Callable[[str, LoadSpan], KV]

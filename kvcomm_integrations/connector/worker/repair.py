@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvcomm_integrations.connector.compat import VirtualBatch, virtual_batch
+from kvcomm_integrations.connector.worker.forward import VirtualBatch, virtual_batch
 from kvcomm_integrations.connector.worker.paged_cache import PagedCache
 
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvcomm_integrations.connector.metadata import HarvestJob, LoadSpan
 from kvcomm_integrations.connector.worker.fault_injection import FaultInjector, InjectionPoint
 from kvcomm_integrations.connector.worker.learner import Learner
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
+from kvcomm_integrations.planning.jobs import HarvestJob, LoadSpan
 from kvcomm_integrations.reuse.affine import Correction
 from kvcomm_integrations.reuse.fused import FusedCache, available
 from kvcomm_integrations.reuse.kv import KV, is_finite

@@ -23,24 +23,13 @@ from kvcomm_integrations.connector.compat import (
     VllmConfig,
     agree_on_faults,
     attention_layers,
-    calling_runner,
     holds_first_layer,
     repair_refusal,
-    watch_weights,
     write_with_engine,
 )
-from kvcomm_integrations.connector.metadata import (
-    AuditJob,
-    AuditResult,
-    HarvestJob,
-    LoadJob,
-    LoadResult,
-    LoadSpan,
-    ObserveJob,
-    StepMetadata,
-    WorkerReport,
-)
+from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.metrics import STATE_BYTES, STORE_BYTES, ReuseStats
+from kvcomm_integrations.connector.workarounds import calling_runner, watch_weights
 from kvcomm_integrations.connector.worker.audit import audit, estimates_for
 from kvcomm_integrations.connector.worker.fault_injection import FaultInjector, InjectionPoint
 from kvcomm_integrations.connector.worker.learner import Learner
@@ -49,6 +38,15 @@ from kvcomm_integrations.connector.worker.repair import Gap, prepare_repair
 from kvcomm_integrations.connector.worker.self_check import check_rotation
 from kvcomm_integrations.connector.worker.transfer import Arrivals, SpanTransfer
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
+from kvcomm_integrations.planning.jobs import (
+    AuditJob,
+    AuditResult,
+    HarvestJob,
+    LoadJob,
+    LoadResult,
+    LoadSpan,
+    ObserveJob,
+)
 from kvcomm_integrations.reuse.kv import KV, is_finite
 from kvcomm_integrations.reuse.references import Reference, ReferenceStore
 from kvcomm_integrations.reuse.rope import Rope

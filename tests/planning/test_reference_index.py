@@ -1,4 +1,4 @@
-"""The reference index and its search for parts: budget, order of eviction, promises, acknowledgements."""
+"""The reference index and its search for parts: budget, order of eviction, reservations, acknowledgements."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcomm_integrations.planning.content_keys import ContentKey
+from kvcomm_integrations.planning.entries import Entry, EntryState, Reservation
 from kvcomm_integrations.planning.ngram_index import LONGEST, WINDOW, NgramIndex
-from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState, ReferenceIndex
+from kvcomm_integrations.planning.reference_index import ReferenceIndex
 
 
-def promise(index: ReferenceIndex, name: str, tokens: int, *, ready: bool = True, scope: str = "s") -> Entry | None:
-    entry = index.promise(ContentKey(scope, name), tokens, name=name, source="a", dense=True, owner="r")
+def reserve(index: ReferenceIndex, name: str, tokens: int, *, ready: bool = True, scope: str = "s") -> Entry | None:
+    entry = index.reserve(Reservation(ContentKey(scope, name), tokens, name, "a", dense=True, owner="r"))
     if entry is not None and ready:
         index.acknowledge(entry.ref_id, index.ranks)
     return entry
 
 
 def names(index: ReferenceIndex) -> list[str]:
-    return [entry.name for entry in index.entries()]
+    return [entry.reserved.name for entry in index.entries()]
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("promise"), st.integers(0, 11), st.integers(-1, 7)),
+    st.tuples(st.just("reserve"), st.integers(0, 11), st.integers(-1, 7)),
     st.tuples(st.just("acknowledge"), st.integers(1, 40), st.integers(1, 2)),
     st.tuples(st.just("withdraw"), st.integers(1, 40), st.just(0)),
     st.tuples(st.just("touch"), st.integers(0, 11), st.just(0)),
@@ -38,13 +40,13 @@ def test_the_budget_holds_and_nothing_is_lost(budget: int, actions: list[tuple[s
     issued: set[int] = set()
     dropped: list[int] = []
     for action, a, b in actions:
-        promised = {e.ref_id for e in index.entries() if e.state is EntryState.RESERVED}
-        if action == "promise":
-            entry = index.promise(ContentKey(f"s{a % 2}", str(a)), b, name="n", source="x", dense=True, owner="r")
+        reserved = {e.ref_id for e in index.entries() if e.state is EntryState.RESERVED}
+        if action == "reserve":
+            entry = index.reserve(Reservation(ContentKey(f"s{a % 2}", str(a)), b, "n", "x", dense=True, owner="r"))
             if entry is not None:
                 assert entry.ref_id not in issued and entry.nbytes == 10 * b > 0
                 issued.add(entry.ref_id)
-            assert promised <= {e.ref_id for e in index.entries()}  # what is being computed is never evicted
+            assert reserved <= {e.ref_id for e in index.entries()}  # what is being computed is never evicted
         elif action == "acknowledge":
             before = index.by_id(a).acknowledged if index.by_id(a) else None  # type: ignore[union-attr]
             index.acknowledge(a, b)
@@ -77,35 +79,35 @@ def test_the_budget_holds_and_nothing_is_lost(budget: int, actions: list[tuple[s
 def test_the_least_recently_used_goes_first() -> None:
     index = ReferenceIndex(30, 1, 1)
     for name in "abc":
-        promise(index, name, 10)
+        reserve(index, name, 10)
     index.touch(index.entries()[0])
-    promise(index, "d", 15)
+    reserve(index, "d", 15)
     assert names(index) == ["a", "d"]
     assert index.evictions == 2
     assert sorted(index.take_drops()) == [2, 3]
 
 
-def test_promises_stay() -> None:
+def test_reservations_stay() -> None:
     index = ReferenceIndex(30, 1, 1)
-    promise(index, "promised", 20, ready=False)
-    promise(index, "ready", 10)
-    assert promise(index, "new", 10) is not None
-    assert names(index) == ["promised", "new"]
+    reserve(index, "reserved", 20, ready=False)
+    reserve(index, "ready", 10)
+    assert reserve(index, "new", 10) is not None
+    assert names(index) == ["reserved", "new"]
 
 
 def test_nothing_is_evicted_for_what_cannot_fit_anyway() -> None:
     index = ReferenceIndex(30, 1, 1)
-    promise(index, "promised", 20, ready=False)
-    promise(index, "ready", 10)
-    assert promise(index, "too much", 11) is None
-    assert promise(index, "far too much", 31) is None
-    assert names(index) == ["promised", "ready"]
+    reserve(index, "reserved", 20, ready=False)
+    reserve(index, "ready", 10)
+    assert reserve(index, "too much", 11) is None
+    assert reserve(index, "far too much", 31) is None
+    assert names(index) == ["reserved", "ready"]
     assert (index.evictions, index.take_drops()) == (0, [])
 
 
 def test_a_reference_is_ready_once_every_rank_holds_it() -> None:
     index = ReferenceIndex(100, 1, 4)
-    entry = promise(index, "a", 10, ready=False)
+    entry = reserve(index, "a", 10, ready=False)
     assert entry is not None
     for ranks in (1, 2):
         index.acknowledge(entry.ref_id, ranks)
@@ -115,27 +117,27 @@ def test_a_reference_is_ready_once_every_rank_holds_it() -> None:
     index.acknowledge(99, 4)  # of something forgotten in the meantime
 
 
-def test_the_same_content_is_promised_once_per_scope() -> None:
+def test_the_same_content_is_reserved_once_per_scope() -> None:
     index = ReferenceIndex(100, 1, 1)
-    assert promise(index, "a", 10) is not None
-    assert promise(index, "a", 10) is None
-    assert promise(index, "a", 10, scope="other") is not None
+    assert reserve(index, "a", 10) is not None
+    assert reserve(index, "a", 10) is None
+    assert reserve(index, "a", 10, scope="other") is not None
 
 
 def test_parts_are_found_at_their_place_and_forgotten() -> None:
     index = ReferenceIndex(1000, 1, 1)
     ids = list(range(100, 140))
-    entry = index.promise(ContentKey("s", "whole"), 40, name="n", source="a", dense=True, owner="", parts_of=ids)
+    entry = index.reserve(Reservation(ContentKey("s", "whole"), 40, "n", "a", dense=True), ids)
     assert entry is not None
-    assert index.find_part("s", ids[7:30]) == (entry, 7)
-    assert index.find_part("s", ids) == (entry, 0)
-    assert index.find_part("s", ids[32:]) == (entry, 32)
-    assert index.find_part("other", ids[7:30]) is None
-    assert index.find_part("s", [*ids[7:30], 5]) is None
-    assert index.find_part("s", [*ids[30:], 140]) is None  # longer than what is held
-    assert index.find_part("s", ids[7 : 7 + WINDOW - 1]) is None
+    assert index.find(ContentKey("s", "part"), ids[7:30]) == (entry, 7)
+    assert index.find(ContentKey("s", "part"), ids) == (entry, 0)
+    assert index.find(ContentKey("s", "part"), ids[32:]) == (entry, 32)
+    assert index.find(ContentKey("other", "part"), ids[7:30]) == (None, 0)
+    assert index.find(ContentKey("s", "part"), [*ids[7:30], 5]) == (None, 0)
+    assert index.find(ContentKey("s", "part"), [*ids[30:], 140]) == (None, 0)  # longer than what is held
+    assert index.find(ContentKey("s", "part"), ids[7 : 7 + WINDOW - 1]) == (None, 0)
     index.withdraw(entry.ref_id)
-    assert index.find_part("s", ids[7:30]) is None
+    assert index.find(ContentKey("s", "part"), ids[7:30]) == (None, 0)
 
 
 def naive_find(held: dict[int, tuple[str, list[int]]], scope: str, ids: list[int]) -> set[tuple[int, int]]:
@@ -179,5 +181,5 @@ def test_too_long_and_too_short_references_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, -3])
-def test_nothing_is_promised_for_no_tokens(tokens: int) -> None:
-    assert promise(ReferenceIndex(100, 1, 1), "a", tokens) is None
+def test_nothing_is_reserved_for_no_tokens(tokens: int) -> None:
+    assert reserve(ReferenceIndex(100, 1, 1), "a", tokens) is None

@@ -6,13 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, cover, describe, make_plan
-from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState
+from kvcomm_integrations.planning.content_keys import ContentKey
+from kvcomm_integrations.planning.entries import Entry, EntryState, Reservation
+from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, describe, make_plan
+from kvcomm_integrations.planning.resolved_prompt import cover
+from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.wire import Segment, SegmentKind
+
+EDGE = Edge("agent", "other", "n")
 
 
 def entry(tokens: int, *, exact: bool = False) -> Entry:
-    return Entry(1, ContentKey("s", "c"), tokens, tokens, "n", "agent", True, "", EntryState.READY, exact=exact)
+    reserved = Reservation(ContentKey("s", "c"), tokens, "n", "agent", dense=True, exact=exact, length=tokens)
+    return Entry(1, reserved, tokens, EntryState.READY)
 
 
 @st.composite
@@ -37,12 +43,12 @@ def cases(draw: st.DrawFn) -> tuple[int, int, list[Candidate], Limits]:
         held = draw(st.none() | st.integers(max(1, length - 1), length))
         copied = segment.start == 0 and segment.kind is SegmentKind.FIXED and draw(st.booleans())
         if copied:
-            candidates.append(Candidate(segment, entry(length, exact=True)))
+            candidates.append(Candidate(segment, EDGE, entry(length, exact=True)))
         elif held is None:
-            candidates.append(Candidate(segment, reason="not seen before"))
+            candidates.append(Candidate(segment, EDGE, reason="not seen before"))
         else:
             depth = draw(st.integers(0, length))
-            candidates.append(Candidate(segment, entry(held + offset), depth, "why", 0.5, 2, offset))
+            candidates.append(Candidate(segment, EDGE, entry(held + offset), depth, "why", 0.5, 2, offset))
     limits = Limits(draw(st.booleans()), draw(st.floats(0, 1)), draw(st.integers(0, 60)))
     return prompt, draw(st.integers(0, prompt)), candidates, limits
 
@@ -132,9 +138,9 @@ def test_cover_of_an_empty_prompt_is_empty() -> None:
 
 
 def test_the_reason_names_what_is_wrong() -> None:
-    one = Candidate(Segment(kind=SegmentKind.PLACEHOLDER, name="q", start=0, end=9), reason="not seen before")
+    one = Candidate(Segment(kind=SegmentKind.PLACEHOLDER, name="q", start=0, end=9), EDGE, reason="not seen before")
     assert make_plan(10, 0, [one], Limits(True, 1, 99)) == "not seen before"
-    far = Candidate(Segment(kind=SegmentKind.PLACEHOLDER, name="q", start=5, end=9), entry(4))
+    far = Candidate(Segment(kind=SegmentKind.PLACEHOLDER, name="q", start=5, end=9), EDGE, entry(4))
     assert make_plan(10, 0, [far], Limits(True, 1, 3)) == "too much would have to be repaired"
     assert make_plan(10, 0, [far], Limits(False, 1, 99)) == "an unknown segment comes first"
 
@@ -142,7 +148,9 @@ def test_the_reason_names_what_is_wrong() -> None:
 @pytest.mark.timeout(20)
 def test_thousands_of_segments_are_planned_in_no_time() -> None:
     kind = SegmentKind.PLACEHOLDER
-    candidates = [Candidate(Segment(kind=kind, name="q", start=8 * i, end=8 * i + 8), entry(8), 1) for i in range(4096)]
+    candidates = [
+        Candidate(Segment(kind=kind, name="q", start=8 * i, end=8 * i + 8), EDGE, entry(8), 1) for i in range(4096)
+    ]
     plan = make_plan(8 * 4096, 0, candidates, Limits(True, 1, 1 << 20))
     assert isinstance(plan, Plan) and len(plan.spans) == 4096
     assert sum(r.loaded for r in describe(plan, 8 * 4096, candidates, materialised=True)) == plan.loaded

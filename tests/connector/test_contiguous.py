@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.planning.contiguous import MAX_SEAM, Row
+from kvcomm_integrations.planning.contiguous import MAX_SEPARATOR
+from kvcomm_integrations.planning.row import Row
 from tests.connector.standins import Engine, make_half, make_request, segment
 
 SYSTEM, OTHER, THIRD = ([base + i for i in range(9)] for base in (1000, 2000, 3000))
@@ -92,7 +93,7 @@ def test_the_missing_last_token_of_an_answer_is_repaired_within_the_run() -> Non
 
     engine = Engine(make_half())
     request = prompt("x", SYSTEM, QUESTION)
-    engine.half.new(request)
+    engine.half.on_new_request(request)
     engine.admit(request)
     engine.obey(engine.prefill(request))
     engine.finish(request, FIRST, status=RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -105,9 +106,9 @@ def test_the_missing_last_token_of_an_answer_is_repaired_within_the_run() -> Non
 
 def test_long_text_between_is_not_kept() -> None:
     engine = Engine(make_half())
-    long = [20 + i for i in range(MAX_SEAM + 1)]
+    long = [20 + i for i in range(MAX_SEPARATOR + 1)]
     engine.run(prompt("x", SYSTEM, QUESTION, FIRST, glue=long), [5, STOP])
-    assert not [entry for entry in engine.half.index.entries() if entry.key.content.startswith("seam:")]
+    assert not [entry for entry in engine.half.index.entries() if entry.key.content.startswith("separator:")]
 
 
 def test_another_session_finds_no_run() -> None:
@@ -117,12 +118,12 @@ def test_another_session_finds_no_run() -> None:
     assert not meta.loads and report["loaded"] == 0
 
 
-def test_a_released_session_takes_its_seams_along() -> None:
+def test_a_released_session_takes_its_separators_along() -> None:
     engine = Engine(make_half())
     engine.run(prompt("x", SYSTEM, QUESTION, FIRST, session="a"), [5, STOP])
-    assert [entry for entry in engine.half.index.entries() if entry.key.content.startswith("seam:")]
+    assert [entry for entry in engine.half.index.entries() if entry.key.content.startswith("separator:")]
     engine.half.release_session("default", "a")
-    assert not [entry for entry in engine.half.index.entries() if entry.key.content.startswith("seam:")]
+    assert not [entry for entry in engine.half.index.entries() if entry.key.content.startswith("separator:")]
 
 
 def test_runs_can_be_switched_off() -> None:
