@@ -1,7 +1,7 @@
 """An engine without a model, for tests: answers come from a script, everything else behaves like a real engine.
 
-Streams small deltas, stops at stop strings and ``max_tokens``, counts usage, reports plausible reuse, and can be slow,
-fail or be aborted. Needs a tokenizer's files; no torch, no vLLM.
+Streams small deltas, stops at stop strings and ``max_tokens``, counts usage, reports the reuse that a real engine would
+plan, and can be slow, fail or be aborted. Needs a tokenizer's files; no torch, no vLLM.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.fake_reuse import FakeReuse
 from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob
 from kvcomm_integrations.engines.schema_examples import example_text
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError
+from kvcomm_integrations.planning.forecast import PlanForecast
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 Answer = str | Sequence[int] | Exception | None
@@ -65,7 +65,7 @@ class FakeEngine(Engine):
         self._delta_tokens = delta_tokens
         self._latency = latency
         self._token_latency = token_latency
-        self._reuse = FakeReuse(self.config.reuse)
+        self._forecast = PlanForecast(self.config.reuse)
         self._lock = threading.Lock()
         self._closed = False
         self.requests: list[GenerationRequest] = []
@@ -125,8 +125,15 @@ class FakeEngine(Engine):
             prompt = request.prompt.token_ids
             if len(prompt) >= self._max_model_len:
                 raise ContextOverflowError(f"the prompt has {len(prompt)} tokens; the limit is {self._max_model_len}")
-            report = self._reuse.report(request)
-        deltas = self._deltas(request, answer)
+            deltas = self._deltas(request, answer)
+            said = [token for delta in deltas for token in delta.token_ids]
+            ended = bool(said) and said[-1] in self._tokenizer.eos_token_ids
+            report = self._forecast.next(
+                request.params,
+                prompt,
+                cache_salt=request.cache_salt,
+                answer=said[:-1] if ended else said,
+            )
         deltas[-1] = replace(
             deltas[-1],
             prompt_tokens=len(prompt),

@@ -20,15 +20,12 @@ from kvcomm_integrations.chat.detect import tool_format_for
 from kvcomm_integrations.chat.tool_format import tool_use
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.planning.contiguous import Row, join, seam_key, seams_of
-from kvcomm_integrations.planning.ngram_index import NgramIndex
-from kvcomm_integrations.planning.plan import Candidate, Limits, Plan, cover, describe, make_plan
-from kvcomm_integrations.planning.reference_index import ContentKey, Entry, EntryState
+from kvcomm_integrations.planning.forecast import PlanForecast
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.chat_message import ChatMessage, clean_text
-from kvcomm_integrations.prompts.content_registry import ContentRegistry
+from kvcomm_integrations.prompts.content_registry import ContentRegistry, response_name
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.wire import EdgeReport, RequestReport, Segment, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
 
 STYLES = {"exact": "green", "loaded": "cyan", "repaired": "yellow", "computed": "red"}
 """What can become of a token, and its colour."""
@@ -195,11 +192,7 @@ class Explanation:
 
 
 class Forecast:
-    """Says what an engine would do with one prompt after another of a session.
-
-    It assumes that earlier prompts are complete, that nothing has been evicted, and that no edge has examples: every
-    content is repaired as deep as on first use. A real engine repairs less as it learns, and runs some prompts densely
-    in order to learn.
+    """Says what an engine would do with one prompt after another of a session; see `PlanForecast`.
 
     Args:
         tokenizer: the model's.
@@ -209,117 +202,31 @@ class Forecast:
 
     def __init__(self, tokenizer: ChatTokenizer, *, config: ReuseConfig | None = None, block_size: int = 16) -> None:
         self._tokenizer = tokenizer
-        self._config = config or ReuseConfig()
-        self._block_size = block_size
-        self._codec = tool_format_for(tokenizer)
+        self._format = tool_format_for(tokenizer)
         self._registry = ContentRegistry()
-        self._builder = PromptBuilder(tokenizer, self._registry, min_segment_tokens=self._config.min_segment_tokens)
-        self._exact: list[tuple[int, ...]] = []
-        self._held: dict[tuple[int, ...], Entry] = {}
-        self._beginnings: dict[tuple[int, ...], Entry] = {}
-        self._parts = NgramIndex()
-        self._whole: list[Entry] = []
-        self._seams: dict[ContentKey, Entry] = {}
+        self._plans = PlanForecast(config, block_size=block_size)
+        least = self._plans.config.min_segment_tokens
+        self._builder = PromptBuilder(tokenizer, self._registry, min_segment_tokens=least)
 
     def next(self, chat: Chat) -> Explanation:
         """What would become of this prompt; from then on it counts as seen."""
-        shown, tools = self._codec.encode(self._tokenizer, chat.messages, tool_use(chat.tools or None))
+        shown, tools = self._format.encode(self._tokenizer, chat.messages, tool_use(chat.tools or None))
         prompt = self._builder.build(shown, session=_SESSION, agent=chat.agent, tools=tools).prompt
-        ids = prompt.token_ids
-        segments = cover(prompt.segments, len(ids))
-        candidates = [self._candidate(ids, segment, segment is segments[0]) for segment in segments]
-        if self._config.join_runs and self._config.repair:
-            candidates = join(candidates, ids, "", self._seams.get, lambda _, tokens: self._depth(tokens))
-        exact = self._exact_tokens(ids)
-        limits = Limits(self._config.repair, self._config.max_repair_share, self._config.max_repair_tokens)
-        planned = make_plan(len(ids), exact, candidates, limits)
-        plan = Plan(exact, exact) if isinstance(planned, str) else planned
-        reports = tuple(
-            _with_reason(report, candidate)
-            for report, candidate in zip(
-                describe(plan, len(ids), candidates, materialised=True), candidates, strict=True
-            )
-        )
-        self._learn(chat, ids, segments, plan)
-        report = RequestReport(
-            agent=chat.agent,
-            policy=self._config.policy,
-            prompt_tokens=len(ids),
-            **{kind: sum(getattr(part, kind) for part in reports) for kind in STYLES},
-            reason=planned if isinstance(planned, str) else "",
-            segments=reports,
-        )
-        return Explanation(report, ids)
-
-    def _candidate(self, ids: tuple[int, ...], segment: Segment, first: bool) -> Candidate:
-        part = ids[segment.start : segment.end]
-        if segment.kind is SegmentKind.FIXED:
-            entry = self._beginnings.get(part) if first else None
-            return Candidate(segment, entry, reason="exact copy" if entry else "")
-        entry, offset = self._held.get(part), 0
-        if entry is None and (run := self._parts.find("", part)):
-            entry, offset = self._whole[run.ref_id], run.offset
-        if entry is None:
-            return Candidate(segment, reason="not seen before")
-        return Candidate(segment, entry, self._depth(len(part)), "edge without examples", offset=offset)
-
-    def _depth(self, tokens: int) -> int:
-        """First tokens repaired of a content on first use."""
-        return min(self._config.repair_depth, tokens // 2)
-
-    def _exact_tokens(self, ids: tuple[int, ...]) -> int:
-        """Tokens in the prefix cache: whole blocks, and never the last token."""
-        common = max((_common(ids[:-1], other) for other in self._exact), default=0)
-        return common // self._block_size * self._block_size
-
-    def _learn(self, chat: Chat, ids: tuple[int, ...], segments: Sequence[Segment], plan: Plan) -> None:
-        row = Row.of_prompt(ids, segments)
-        for segment in segments:
-            part = ids[segment.start : segment.end]
-            if segment.kind is SegmentKind.PLACEHOLDER:
-                edges = row.at(segment.start), row.at(segment.end)
-                self._hold(part, _entry(part, chat.agent, edges))
-            elif segment is segments[0] and self._config.min_segment_tokens <= len(part) < len(ids):
-                self._beginnings.setdefault(part, _entry(part, chat.agent, exact=True))
         text = clean_text(chat.answer or "")
         answer = self._tokenizer.encode_plain(text) if text else ()
+        params = prompt.params(agent=chat.agent, session=_SESSION, response_name=response_name(chat.agent))
+        report = self._plans.next(params, prompt.token_ids, answer=answer)
         if answer:
             self._registry.register_response(_SESSION, chat.agent, text, answer)
-            whole = (*ids, *answer)
-            edges = row.at(len(ids)), Row(whole, [len(whole)]).at(len(whole))
-            self._hold(answer, _entry(answer, chat.agent, edges))
-        self._exact.append((*ids, *answer)[: plan.first_approximate])
-        contents = [segment for segment in segments if segment.kind is SegmentKind.PLACEHOLDER]
-        for start, end in seams_of(row, contents, lambda s: self._held.get(ids[s.start : s.end]), len(ids)):
-            seam = _entry(ids[start:end], chat.agent, (row.at(start), row.at(end)))
-            self._seams.setdefault(seam_key("", row.at(end), ids[start:end]), seam)
-
-    def _hold(self, ids: tuple[int, ...], entry: Entry) -> None:
-        """A reference that is held from now on, whole and in part, unless there is one already."""
-        if ids not in self._held:
-            self._held[ids] = entry
-            self._parts.add(len(self._whole), "", ids)
-            self._whole.append(entry)
+        known = report.model_copy(update={"segments": tuple(map(_with_reason, report.segments))})
+        return Explanation(known, tuple(prompt.token_ids))
 
 
-def _entry(ids: tuple[int, ...], agent: str, edges: tuple[str, str] = ("", ""), *, exact: bool = False) -> Entry:
-    """A reference that is held. ``edges``: digests of its row before and after it."""
-    before, after = edges
-    return Entry(
-        0, ContentKey("", ""), len(ids), 0, "", agent, True, "", EntryState.READY,
-        exact=exact, length=len(ids), before=before, after=after,
-    )  # fmt: skip
-
-
-def _with_reason(report: SegmentReport, candidate: Candidate) -> SegmentReport:
+def _with_reason(report: SegmentReport) -> SegmentReport:
     """The report, saying so where a content is known but was left out of the plan."""
-    if candidate.entry is None or report.loaded or report.exact:
+    if report.edge is None or report.loaded or report.exact:
         return report
     return report.model_copy(update={"reason": "known, but too much around it would have to be repaired"})
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 # --- showing ---------------------------------------------------------------------------------------------------------

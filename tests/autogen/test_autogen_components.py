@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from kvcomm_integrations.autogen import KVCommChatCompletionClient, KVCommClientConfig
 from kvcomm_integrations.config import Isolation, ReuseConfig, Tokenization
-from kvcomm_integrations.engines import shared
+from kvcomm_integrations.engines import registry as shared
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.wire import Mode
 

@@ -15,6 +15,7 @@ from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError, EngineError
+from kvcomm_integrations.planning.content_keys import names_session
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
@@ -165,8 +166,9 @@ async def test_a_released_session_is_forgotten_here_and_in_the_engine(tokenizer)
     assert registered(chat, "s")
     await chat.arelease_session("s")
     assert registered(chat, "s") == []
-    assert all(not scope.startswith("default\0") for scope, _ in chat.engine._reuse._contents)
-    assert any(scope == "t\0s" for scope, _ in chat.engine._reuse._contents)
+    held = {entry.key.scope for entry in chat.engine._forecast.index.entries()}
+    assert not any(names_session(scope, "default", "s") for scope in held)
+    assert any(names_session(scope, "t", "s") for scope in held)
 
 
 def test_salts(tokenizer):

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines import shared
+from kvcomm_integrations.engines import registry as shared
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer

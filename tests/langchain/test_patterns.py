@@ -215,7 +215,7 @@ async def test_debate(load, make_any, run, reports):
     assert one_session(model)
     assert texts["topic"] == example.TOPIC and texts["said"].startswith("I am favour")
     judge = reports.all[-1]
-    assert {part.source for part in judge.segments if part.name == "user_question:part"} == {"against"}
+    assert {part.source for part in judge.segments if part.name == "user_question:part"} == {"favour"}
     assert judge.loaded > 0
 
 
