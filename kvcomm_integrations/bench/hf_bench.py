@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.bench.hf_model import DenseAnswer, HFModel
-from kvcomm_integrations.bench.hf_plan import Memory, Plan, covered, make_plan, pieces
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.bench.scores import Score
 from kvcomm_integrations.config import Gate, ReuseConfig
+from kvcomm_integrations.planning.content_keys import names_session
+from kvcomm_integrations.planning.edge_table import EdgeTable
+from kvcomm_integrations.planning.entries import Entry
+from kvcomm_integrations.planning.forecast import ForecastRequest
+from kvcomm_integrations.planning.job_writer import load_spans
+from kvcomm_integrations.planning.jobs import LoadSpan
+from kvcomm_integrations.planning.plan import Planned
+from kvcomm_integrations.planning.planner import Planner
+from kvcomm_integrations.planning.reference_index import ReferenceIndex
+from kvcomm_integrations.planning.reservations import Reservations
+from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, resolve
+from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
@@ -49,7 +61,7 @@ class LayerErrors:
 
 
 class Bench:
-    """One model, its references and all policies.
+    """One model, its references and all policies; what is loaded and repaired is planned as in the engine.
 
     Args:
         model: the model.
@@ -73,106 +85,134 @@ class Bench:
         self.errors: dict[str, LayerErrors] = {}
         self._answer_tokens = max(answer_tokens, compared)
         self._compared = compared
-        self._memory = Memory()
-        self._config = ReuseConfig(gate=gate)
+        self._config = ReuseConfig(gate=gate, max_repair_share=1.0)
+        self._index = ReferenceIndex(budget=1 << 62, bytes_per_token=1, ranks=1)
+        self._edges = EdgeTable(self._config)
+        self.planner = Planner(self._config, self._index, self._edges, WorkersState("", None, verified=True))
+        self._reservations = Reservations(self.planner)
+        self._references: dict[int, Reference] = {}
+        self._examples: Counter[Edge] = Counter()
         self._prompts = TeamPrompts(model.tokenizer)
 
     def ask(self, agent: str, content: str, turns: Sequence[Turn], *, teach: bool) -> Turn:
         """A dense answer, from which policies learn (``teach``) or with which they are compared."""
-        prompt = self._prompts.write(agent, content, turns)
+        prompt = self.resolve(self._prompts.write(agent, content, turns), agent)
         dense = self.model.answer(prompt.token_ids, self._answer_tokens)
-        if teach:
-            self._learn(prompt, agent, dense)
-        else:
+        if not teach:
             for name in self.policies:
-                self._compare(name, prompt, agent, dense)
-        self._remember(prompt, agent, dense)
+                self.compare(name, prompt, dense)
+        self.remember(prompt, dense, teach=teach)
         return Turn(agent, dense.tokens)
+
+    def resolve(self, prompt: SegmentedPrompt, agent: str) -> ResolvedPrompt:
+        """An agent's prompt as the planner takes it, with every policy of the benchmark."""
+        names = tuple(self.policies)
+        params = prompt.params(agent=agent, response_name="answer", policy=names[0]).model_copy(
+            update={"audit": names[1:]}
+        )
+        length = len(prompt.token_ids)
+        return resolve(ForecastRequest("", prompt.token_ids, length, None), params, self._config)
 
     def forget_contents(self) -> None:
         """Drop the references of shared contents: the next question begins."""
-        self._memory.shared.clear()
-        self._memory.chain.clear()
+        for scope in self._index.scopes:
+            if names_session(scope, "default", "default"):
+                self._index.withdraw_scope(scope)
+        for ref_id in self._index.take_drops():
+            self._references.pop(ref_id, None)
 
-    def _compare(self, name: str, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
+    def plan(self, name: str, prompt: ResolvedPrompt) -> Planned:
+        """What a policy would do with a prompt whose beginning is in the prefix cache."""
+        held = self.planner.look_up(prompt)
+        for segment, here in zip(prompt.segments, held, strict=True):
+            chosen = self.planner.choose(prompt, segment, here, name) if segment.part is Part.CONTENT else None
+            if chosen is not None:
+                self._rate(name, self.planner.edge(prompt, segment, chosen.entry), chosen.entry)
+        return self.planner.plan(prompt, held, prompt.segments[0].segment.end, name)
+
+    def _rate(self, name: str, edge: Edge, entry: Entry) -> None:
+        """Tell the planner what a worker would have: how many examples, and how new the content is to them."""
+        known = self.policies[name].ready(edge, self._references[entry.ref_id].kv)
+        if known.examples:
+            self._edges.learned(name, edge, known.examples)
+        if known.leverage is not None:
+            entry.leverage[(name, edge)] = known.leverage
+        if self._config.policy not in self.policies:  # policies that learn nothing are judged by its examples
+            self._edges.learned(self._config.policy, edge, self._examples[edge])
+
+    def compare(self, name: str, prompt: ResolvedPrompt, dense: DenseAnswer) -> None:
+        """Score what a policy would have made of a prompt."""
         policy = self.policies[name]
-        plan = make_plan(prompt, agent, self._memory, policy, self._config)
-        if plan is None:
+        planned = self.plan(name, prompt)
+        plan = planned.plan
+        if plan is None or not any(self._is_content(planned, span.candidate) for span in plan.spans):
             return
-        end = len(prompt.token_ids) + self._compared - 1
+        end = prompt.length + self._compared - 1
         kv = KV(*(side[:, :, :end].clone() for side in dense.kv))
         kv.keys[:, :, plan.exact :] = kv.values[:, :, plan.exact :] = math.nan  # whatever is not provided shows
-        chosen = self._write(policy, plan, kv, dense.kv)
+        spans = load_spans(plan, planned.candidates)
+        chosen = [token for span in spans for token in self._write(policy, span, kv, dense.kv)]
         ids = (*prompt.token_ids, *dense.tokens)
-        spans = [*joined([*plan.gaps, *((at, at + 1) for at in chosen)]), (plan.end, end)]
-        reuse = self.model.compute(kv, ids, spans, self._compared)
-        estimated = sorted(set(range(plan.end)) - {t for start, stop in spans[:-1] for t in range(start, stop)})
-        self._note_errors(name, plan, kv, dense.kv, estimated)
+        computed = [*joined([*plan.gaps, *((at, at + 1) for at in chosen)]), (plan.end, end)]
+        reuse = self.model.compute(kv, ids, computed, self._compared)
+        estimated = set(range(plan.end)) - {t for start, stop in computed[:-1] for t in range(start, stop)}
+        contents = [s for s, at in zip(spans, plan.spans, strict=True) if self._is_content(planned, at.candidate)]
+        self._note_errors(name, contents, kv, dense.kv, sorted(estimated))
         true, guess = (torch.log_softmax(x.double(), -1) for x in (dense.logits[: self._compared], reuse))
-        loaded = sum(load.end - load.start for load in plan.loads) - len(chosen)
+        loaded = plan.loaded - len(chosen)
         self.scores[name].add(
             {
                 "kl": (true.exp() * (true - guess)).sum(-1).clamp_min(0).tolist(),
                 "agreement": (true.argmax(-1) == guess.argmax(-1)).tolist(),
                 "loaded": loaded,
                 "repaired": plan.end - plan.exact - loaded,
-                "prompt_tokens": len(prompt.token_ids),
+                "prompt_tokens": prompt.length,
             }
         )
 
-    def _write(self, policy: Policy, plan: Plan, kv: KV, truth: KV) -> list[int]:
-        """Write all estimates into ``kv``; the positions of tokens that the policy wants to be recomputed."""
-        chosen: list[int] = []
-        for load in plan.loads:
-            reference = load.piece.reference
-            part = KV(*(s[:, :, load.offset : load.offset + load.end - load.start] for s in reference.kv))
-            estimate = policy.correct(load.piece.edge, part, load.offset)
-            first = load.start if policy.traits.rotates else reference.position + load.offset
-            estimate = self.model.rotated(estimate, first)
-            for side, new in zip(kv, estimate, strict=True):
-                side[:, :, load.start : load.end] = new
-            tokens = policy.select(estimate.keys[1], truth.keys[1, :, load.start : load.end])
-            if tokens is not None:
-                chosen += [load.start + token for token in tokens.tolist()]
-        return chosen
+    @staticmethod
+    def _is_content(planned: Planned, candidate: int) -> bool:
+        return planned.candidates[candidate].segment.kind is SegmentKind.PLACEHOLDER
 
-    def _note_errors(self, name: str, plan: Plan, kv: KV, truth: KV, estimated: Sequence[int]) -> None:
+    def _part(self, span: LoadSpan) -> KV:
+        """The reference's tokens for a span."""
+        tokens = slice(span.offset, span.offset + span.end - span.start)
+        return KV(*(side[:, :, tokens] for side in self._references[span.ref_id].kv))
+
+    def _write(self, policy: Policy, span: LoadSpan, kv: KV, truth: KV) -> list[int]:
+        """Write a span's estimate into ``kv``; the positions of tokens that the policy wants to be recomputed."""
+        estimate = policy.correct(span.edge, self._part(span), span.offset)
+        source = self._references[span.ref_id].position + span.offset
+        estimate = self.model.rotated(estimate, span.start if policy.traits.rotates else source)
+        for side, new in zip(kv, estimate, strict=True):
+            side[:, :, span.start : span.end] = new
+        tokens = policy.select(estimate.keys[1], truth.keys[1, :, span.start : span.end])
+        return [] if tokens is None else [span.start + token for token in tokens.tolist()]
+
+    def _note_errors(self, name: str, spans: Sequence[LoadSpan], kv: KV, truth: KV, estimated: Sequence[int]) -> None:
         """Errors of what stayed an estimate, shared contents only."""
         errors = self.errors.setdefault(name, LayerErrors(kv.keys.shape[0]))
-        for load in plan.loads:
-            kept = torch.tensor([t for t in estimated if load.start <= t < load.end], dtype=torch.int64)
-            if load.piece.segment.kind is SegmentKind.PLACEHOLDER and len(kept):
-                reference = KV(*(s[:, :, : load.piece.tokens] for s in load.piece.reference.kv))
-                aligned = self.model.rotated(reference, load.piece.segment.start)
-                own = kept - load.piece.segment.start
-                errors.add(_at(kv, kept), _at(aligned, own), _at(truth, kept))
+        for span in spans:
+            kept = torch.tensor([t for t in estimated if span.start <= t < span.end], dtype=torch.int64)
+            if len(kept):
+                aligned = self.model.rotated(self._part(span), span.start)
+                errors.add(_at(kv, kept), _at(aligned, kept - span.start), _at(truth, kept))
 
-    def _learn(self, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
-        for policy in self.policies.values():
-            for piece in pieces(prompt, agent, self._memory, policy) if policy.traits.learns else ():
-                start = piece.segment.start
-                reference = KV(*(side[:, :, : piece.tokens] for side in piece.reference.kv))
-                policy.observe(piece.edge, reference, self.model.plain(dense.kv, start, start + piece.tokens))
-        for segment in prompt.segments:
-            held = self._memory.shared.get(tuple(prompt.token_ids[segment.start : segment.end]))
-            if held is not None:
-                edge = Edge(held.source, agent, segment.name)
-                self._memory.examples[edge] = self._memory.examples.get(edge, 0) + 1
-
-    def _remember(self, prompt: SegmentedPrompt, agent: str, dense: DenseAnswer) -> None:
-        """Keep references of what had none: the answer (its last token has no KV), contents, template text."""
-        for segment in covered(prompt)[1:]:
-            content = tuple(prompt.token_ids[segment.start : segment.end])
-            if segment.kind is SegmentKind.PLACEHOLDER:
-                self._memory.chain[content] = self._reference(dense, segment.start, segment.end, agent)
-                self._memory.shared.setdefault(content, self._memory.chain[content])
-            elif (agent, content) not in self._memory.fixed:
-                self._memory.fixed[agent, content] = self._reference(dense, segment.start, segment.end, agent)
-        start = len(prompt.token_ids)
-        self._memory.shared[dense.tokens] = self._reference(dense, start, start + len(dense.tokens) - 1, agent)
-
-    def _reference(self, dense: DenseAnswer, start: int, end: int, agent: str) -> Reference:
-        return Reference(0, *self.model.plain(dense.kv, start, end), position=start, source=agent)
+    def remember(self, prompt: ResolvedPrompt, dense: DenseAnswer, *, teach: bool = False) -> None:
+        """Keep what a dense run leaves behind: examples if it teaches, and references of what had none."""
+        left = self._reservations.reserve_prompt(prompt, self.planner.look_up(prompt), approximate=False)
+        for example in left.examples if teach else ():
+            part = slice(example.offset, example.offset + example.tokens)
+            reference = KV(*(side[:, :, part] for side in self._references[example.ref_id].kv))
+            truth = self.model.plain(dense.kv, example.start, example.start + example.tokens)
+            self.policies[example.policy].observe(example.edge, reference, truth)
+            self._examples[example.edge] += example.policy == next(iter(self.policies))
+        answer = self._reservations.reserve_answer(prompt, dense.tokens, len(dense.tokens) - 1, approximate=False)
+        for harvest in (*left.harvests, *((answer,) if answer is not None else ())):
+            kv = self.model.plain(dense.kv, harvest.start, harvest.end)
+            ref_id = harvest.entry.ref_id
+            self._references[ref_id] = Reference(ref_id, *kv, position=harvest.start, source=prompt.agent)
+            self._index.acknowledge(ref_id, 1)
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

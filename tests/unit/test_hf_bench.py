@@ -13,13 +13,10 @@ import torch
 
 from kvcomm_integrations.bench.hf_bench import Bench, LayerErrors, joined
 from kvcomm_integrations.bench.hf_model import HFModel
-from kvcomm_integrations.bench.hf_plan import Memory, make_plan
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
-from kvcomm_integrations.config import Gate, ReuseConfig
+from kvcomm_integrations.config import Gate
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
-from kvcomm_integrations.reuse.policies import create_policy
-from kvcomm_integrations.reuse.references import Reference
 
 QUESTION = (
     "A farmer has 14 hens. Each lays 5 eggs a week and he sells a dozen for 3 dollars. What does he earn in a year?"
@@ -54,10 +51,10 @@ def test_references_of_the_very_context_give_the_dense_result(model: HFModel) ->
     """Harvest, plan, correct, rotate, write and repair: with true references nothing is left to be wrong."""
     bench = Bench(model, ["aligned"], 4, 4)
     answer = Turn("planner", tuple(model.tokenizer.encode("He earns about 390 dollars.", allow_special=False)))
-    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [answer])
+    prompt = bench.resolve(TeamPrompts(model.tokenizer).write("solver", QUESTION, [answer]), "solver")
     dense = model.answer(prompt.token_ids, 4)
-    bench._remember(prompt, "solver", dense)
-    bench._compare("aligned", prompt, "solver", dense)
+    bench.remember(prompt, dense)
+    bench.compare("aligned", prompt, dense)
     score = bench.scores["aligned"].summary()
     assert score["agreement"] == 1 and score["kl_mean"] < 1e-6
     assert score["repaired_share"] > 0 and score["reuse_rate_tokens"] > 0
@@ -66,34 +63,37 @@ def test_references_of_the_very_context_give_the_dense_result(model: HFModel) ->
 
 
 def test_the_plan_repairs_as_the_gate_says(model: HFModel) -> None:
-    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
-    (segment,) = prompt.segments
+    bench = Bench(model, ["aligned", "kvcomm"], 4, 4)
+    said = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
+    planner, prompt = bench.resolve(said, "planner"), bench.resolve(said, "solver")
+    assert bench.plan("aligned", prompt).plan is None
+    bench.remember(planner, model.answer(planner.token_ids, 4))
+    (segment,) = said.segments
     tokens = segment.end - segment.start
-    kv = torch.zeros(4, 4, tokens - 1, 32)
-    memory = Memory(shared={tuple(prompt.token_ids[segment.start : segment.end]): Reference(0, kv, kv, source="a")})
-    deep = make_plan(prompt, "solver", memory, create_policy("aligned"), ReuseConfig())
-    memory.examples[Edge("a", "solver", "user_question")] = 9
-    shallow = make_plan(prompt, "solver", memory, create_policy("aligned"), ReuseConfig())
-    unrepaired = make_plan(prompt, "solver", memory, create_policy("kvcomm"), ReuseConfig())
-    for plan, depth in ((deep, tokens // 2), (shallow, 8), (unrepaired, 0)):
+    deep, unrepaired = bench.plan("aligned", prompt), bench.plan("kvcomm", prompt)
+    bench._examples[Edge("planner", "solver", "user_question", prompt.tenant)] = 9
+    shallow = bench.plan("aligned", prompt)
+    for planned, depth in ((deep, tokens // 2), (shallow, 8), (unrepaired, 0)):
+        plan = planned.plan
         assert plan is not None and plan.exact == segment.start
-        assert [(load.start, load.end) for load in plan.loads] == [(segment.start + depth, segment.end - 1)]
-        assert plan.end == segment.end - 1
-    assert make_plan(prompt, "solver", Memory(), create_policy("ridge"), ReuseConfig()) is None
+        contents = [span for span in plan.spans if span.start < segment.end]
+        assert [(span.start, span.end) for span in contents] == [(segment.start + depth, segment.end)]
 
 
 def test_a_chain_is_for_policies_that_want_it_and_the_entropy_gate_asks_for_a_dense_run(model: HFModel) -> None:
-    prompt = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
-    (segment,) = prompt.segments
-    content = tuple(prompt.token_ids[segment.start : segment.end])
-    kv = torch.zeros(4, 4, len(content), 32)
-    memory = Memory(
-        shared={content: Reference(0, kv, kv, source="first")}, chain={content: Reference(0, kv, kv, source="last")}
-    )
-    for policy, source in (("kvcomm", "first"), ("kvcmas", "last")):
-        plan = make_plan(prompt, "solver", memory, create_policy(policy), ReuseConfig())
-        assert plan is not None and [load.piece.edge.source for load in plan.loads] == [source]
-        assert make_plan(prompt, "solver", memory, create_policy(policy), ReuseConfig(gate=Gate.ENTROPY)) is None
+    said = TeamPrompts(model.tokenizer).write("solver", QUESTION, [])
+    for gate in (Gate.MATURITY, Gate.ENTROPY):
+        bench = Bench(model, ["kvcomm", "kvcmas"], 4, 4, gate)
+        for agent in ("planner", "critic"):
+            prompt = bench.resolve(said, agent)
+            bench.remember(prompt, model.answer(prompt.token_ids, 4))
+        solver = bench.resolve(said, "solver")
+        for policy, source in (("kvcomm", "planner"), ("kvcmas", "critic")):
+            planned = bench.plan(policy, solver)
+            if gate is Gate.ENTROPY:
+                assert planned.plan is None and "entropy gate" in planned.reason
+            else:
+                assert planned.candidates[1].edge.source == source
 
 
 def test_errors_are_relative_and_explained_counts_from_layer_1() -> None:
