@@ -17,9 +17,17 @@ from autogen_core.models import (
     TopLogprob,
 )
 
-from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.chunks import (
+    CallChunk,
+    Chunk,
+    FinalChunk,
+    InvalidCallPiece,
+    ReasoningChunk,
+    TextChunk,
+)
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import EngineError
+from kvcomm_integrations.forks import watch
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "function_calls"}
@@ -65,6 +73,8 @@ class Answer:
                 shown.append(piece.text)
         elif isinstance(piece, CallChunk):
             self._add_call(piece)
+        elif isinstance(piece, InvalidCallPiece):
+            shown += self._withdraw(piece)
         else:
             self._end = piece
         return shown
@@ -77,6 +87,16 @@ class Answer:
         call.id += piece.id or ""
         call.name += _NOT_IN_NAME.sub("_", piece.name or "")[:64]
         call.arguments += piece.arguments
+
+    def _withdraw(self, piece: InvalidCallPiece) -> list[str]:
+        """A call that was cut off becomes text, so that nothing runs it. Arguments that are no JSON AutoGen refuses."""
+        if not piece.cut:
+            return []
+        self.calls.remove(self._by_index.pop(piece.index))
+        note = f"[{piece.name} was not called: {piece.error}. The model wrote: {piece.written}]"
+        shown = f"\n\n{note}" if self.text else note
+        self.text += shown
+        return [shown]
 
     def result(self) -> CreateResult:
         """The finished answer. Beside calls, reasoning and text both go into the thought.
@@ -125,6 +145,11 @@ class ThoughtMemory:
     def __init__(self, size: int = 4096) -> None:
         self._size = size
         self._parts: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     def note(self, answer: Answer) -> None:

@@ -34,6 +34,23 @@ class CallChunk:
 
 
 @dataclass(frozen=True)
+class InvalidCallPiece:
+    """A call that must not be run although its fragments have been handed out. Comes after the last of them."""
+
+    index: int
+    id: str | None
+    name: str
+    arguments: str
+    """The fragments of its arguments in one."""
+    written: str
+    """What the model wrote of the arguments; a parser may have closed or held back some of it."""
+    error: str
+    """Why it is no call, and what to do."""
+    cut: bool
+    """The end of the answer is to blame; else the model wrote arguments that are no JSON object."""
+
+
+@dataclass(frozen=True)
 class Usage:
     """Token counts of one request. Only materialised tokens are counted as reused."""
 
@@ -71,9 +88,11 @@ class FinalChunk:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     ttft_ms: float | None = None
+    invalid_calls: tuple[InvalidCallPiece, ...] = ()
+    """The invalid calls of the answer once more."""
 
 
 AnswerChunk = TextChunk | ReasoningChunk | CallChunk
 """What a codec produces."""
-Chunk = AnswerChunk | FinalChunk
+Chunk = AnswerChunk | InvalidCallPiece | FinalChunk
 """What a caller of the chat runtime receives; exactly one ``FinalChunk``, at the end."""

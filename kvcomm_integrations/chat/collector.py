@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from kvcomm_integrations.chat.chunks import (
     AnswerChunk,
     CallChunk,
     FinalChunk,
+    InvalidCallPiece,
     ReasoningChunk,
     TextChunk,
     Usage,
 )
-from kvcomm_integrations.chat.tool_format import AnswerParser
+from kvcomm_integrations.chat.tool_format import AnswerParser, ToolUse
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest, TokenLogprob
 from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.prompts.content_registry import ContentRegistry
@@ -29,6 +32,7 @@ class AnswerCollector:
         parser: Splits the text into pieces.
         request: The request being answered.
         session: The session's key in the registry.
+        tools: What the answer may call.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class AnswerCollector:
         parser: AnswerParser,
         request: GenerationRequest,
         session: str,
+        tools: ToolUse = ToolUse(),  # noqa: B008 - frozen
     ) -> None:
         self._tokenizer = tokenizer
         self._registry = registry
@@ -48,11 +53,12 @@ class AnswerCollector:
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._called = False
+        self._calls = _Calls(parser, request, tools)
+        self._invalid: tuple[InvalidCallPiece, ...] = ()
         self._end: Delta | None = None
 
-    def feed(self, delta: Delta) -> Iterator[AnswerChunk]:
-        """Take one delta and yield the pieces that are certain by now."""
+    def feed(self, delta: Delta) -> Iterator[AnswerChunk | InvalidCallPiece]:
+        """Take one delta and yield the pieces that are certain by now; at the end, which calls must not be run."""
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         ended = delta.finish_reason is not None
@@ -61,6 +67,10 @@ class AnswerCollector:
         for piece in self._parser.feed(delta.text, delta.token_ids, last=ended):
             self._note(piece)
             yield piece
+        self._calls.text += delta.text
+        if ended:
+            self._invalid = tuple(self._calls.invalid(delta, len(self._token_ids)))
+            yield from self._invalid
 
     def last(self) -> FinalChunk:
         """Register the response and sum the answer up.
@@ -73,14 +83,20 @@ class AnswerCollector:
             raise EngineError("the engine's stream ended without a finish reason; it may have died, see its log")
         reason = end.finish_reason or "stop"
         return FinalChunk(
-            finish_reason="tool_calls" if self._called and reason == "stop" else reason,
+            finish_reason="tool_calls" if reason == "stop" and self._called else reason,
             usage=self._usage(end),
             report=end.report,
             segment_id=None if reason == "abort" else self._register(),
             stop_reason=end.stop_reason,
             logprobs=tuple(self._logprobs),
             ttft_ms=end.ttft_ms,
+            invalid_calls=self._invalid,
         )
+
+    @property
+    def _called(self) -> bool:
+        """The model has called something, be it with arguments that are no JSON."""
+        return len(self._calls.parts) > sum(call.cut for call in self._invalid)
 
     def _note(self, piece: AnswerChunk) -> None:
         if isinstance(piece, TextChunk):
@@ -88,7 +104,7 @@ class AnswerCollector:
         elif isinstance(piece, ReasoningChunk):
             self._reasoning.append(piece.text)
         elif isinstance(piece, CallChunk):
-            self._called = True
+            self._calls.parts.setdefault(piece.index, []).append(piece)
 
     def _answer_ids(self) -> list[int]:
         """Generated ids without the token that ended the answer."""
@@ -128,3 +144,85 @@ class AnswerCollector:
             loaded=report.loaded,
             repaired=report.repaired,
         )
+
+
+class _Calls:
+    """The calls of one answer, and which of them must not be run.
+
+    Args:
+        parser: Knows which calls the model has closed.
+        request: The request being answered.
+        tools: What the answer may call.
+    """
+
+    def __init__(self, parser: AnswerParser, request: GenerationRequest, tools: ToolUse) -> None:
+        self.parts: dict[int, list[CallChunk]] = {}
+        self.text = ""
+        self._parser = parser
+        self._request = request
+        self._required = {
+            tool["function"]["name"]: tuple((tool["function"].get("parameters") or {}).get("required") or ())
+            for tool in tools.tools
+        }
+
+    def invalid(self, end: Delta, size: int) -> Iterator[InvalidCallPiece]:
+        """The calls that the end of the answer (of ``size`` tokens) has cut off, and those without a JSON object."""
+        for index, parts in self.parts.items():
+            name = next((part.name for part in parts if part.name), "")
+            arguments = "".join(part.arguments for part in parts)
+            fault, cut = self._fault(index, name, arguments, end)
+            if not fault:
+                continue
+            if cut:
+                fault = f"{self._what_ended(end, size)} {fault}"
+            call_id = next((part.id for part in parts if part.id), None)
+            yield InvalidCallPiece(index, call_id, name, arguments, self._written(index, name, arguments), fault, cut)
+
+    def _fault(self, index: int, name: str, arguments: str, end: Delta) -> tuple[str, bool]:
+        """What is wrong with a call, if anything, and whether the end of the answer is to blame."""
+        interrupted = end.finish_reason in ("length", "abort")
+        stopped = isinstance(end.stop_reason, str)
+        given, fault = _read(arguments)
+        closed = self._parser.closed(index)
+        if (interrupted and closed is not True) or (closed is False and (stopped or given is not None)):
+            return "before this call was complete, so it is not run", True
+        if given is None:
+            return fault, False
+        missing = [field for field in self._required.get(name, ()) if field not in given]
+        if interrupted and missing:
+            return f"and this call lacks required arguments ({', '.join(missing)}), so it is not run", True
+        return "", False
+
+    def _what_ended(self, end: Delta, size: int) -> str:
+        if end.finish_reason == "length":
+            limit = self._request.sampling.max_tokens
+            if limit is not None and size >= limit:
+                return f"the answer was cut off (finish_reason 'length': raise max_tokens={limit})"
+            return "the answer was cut off (finish_reason 'length': the model's context is full; shorten the prompt)"
+        if isinstance(end.stop_reason, str):
+            return f"the answer ended at the stop string {end.stop_reason!r}"
+        return "the answer was aborted" if end.finish_reason == "abort" else "the answer ended"
+
+    def _written(self, index: int, name: str, arguments: str) -> str:
+        """The arguments as they stand in the text, or what stands there from the call's name on.
+
+        vLLM's parsers hold back what may turn out to be an end, so the last call's go to the end of the text.
+        """
+        named = max(self.text.rfind(name), 0)
+        start = self.text.find(arguments, named) if arguments else -1
+        if start < 0:
+            start = self.text.rfind(arguments) if arguments and arguments in self.text else named
+        if index == max(self.parts):
+            return self.text[start:]
+        return arguments
+
+
+def _read(arguments: str) -> tuple[dict[str, Any] | None, str]:
+    """Arguments as an object, or why they are none."""
+    try:
+        value = json.loads(arguments or "{}", strict=False)
+    except ValueError as error:
+        return None, f"the arguments are not JSON: {error}"
+    if isinstance(value, dict):
+        return value, ""
+    return None, f"arguments must be a JSON object, not {type(value).__name__}"

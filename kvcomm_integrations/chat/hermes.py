@@ -206,6 +206,7 @@ class HermesParser(AnswerParser):
         self._state = self._start
         self._index = 0
         self._call: _Call | None = None
+        self._closed: dict[int, bool | None] = {}
         self._trim = False
         self._said_text = False
         self._space = ""
@@ -217,6 +218,10 @@ class HermesParser(AnswerParser):
         while self._state(pieces, last):
             pass
         return pieces
+
+    def closed(self, index: int) -> bool | None:
+        """See ``AnswerParser.closed``."""
+        return self._closed.get(index, False)
 
     # Each state consumes what it can from the buffer and returns True when another state should go on.
 
@@ -300,6 +305,8 @@ class HermesParser(AnswerParser):
         if self._parallel or self._index == 0:
             pieces.extend(fragments)
         self._buffer = self._buffer[consumed:]
+        if call.named:
+            self._closed[self._index] = call.ended
         if not call.closed:
             return False
         self._index += call.named
@@ -314,8 +321,16 @@ class _Call:
     def __init__(self, index: int) -> None:
         self.closed = False
         self.named = False
+        self.tagged = False
         self._index = index
         self._scan: _JsonEnd | None = None
+
+    @property
+    def ended(self) -> bool | None:
+        """Its closing tag has come; ``None``: only its arguments are whole, which some other end may have cut off."""
+        if self.tagged:
+            return True
+        return None if self._scan is None or self._scan.done else False
 
     def feed(self, text: str, *, final: bool) -> tuple[int, list[AnswerChunk]]:
         """Characters consumed, and the fragments they gave."""
@@ -342,7 +357,7 @@ class _Call:
         if end < 0:
             self.closed = final
             return (len(text) if final else at), pieces
-        self.closed = True
+        self.closed = self.tagged = True
         return end + len(CALL_CLOSE), pieces
 
     def _open(self, pieces: list[AnswerChunk], name: str) -> None:
@@ -353,7 +368,7 @@ class _Call:
     def _whole(self, text: str) -> tuple[int, list[AnswerChunk]]:
         """Keys in another order, or something that is no call: decide once the whole body is there."""
         body, closed, _ = text.partition(CALL_CLOSE)
-        self.closed = True
+        self.closed, self.tagged = True, bool(closed)
         consumed = len(body) + len(closed)
         try:
             call = json.loads(body)

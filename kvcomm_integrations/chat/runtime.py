@@ -343,7 +343,7 @@ class ChatRuntime:
         parser = chat.codec.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
         params = chat.request.params
         return AnswerCollector(
-            tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session)
+            tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session), chat.tools
         )
 
 

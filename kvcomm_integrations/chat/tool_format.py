@@ -115,6 +115,18 @@ class AnswerParser(ABC):
             last: Nothing will follow; whatever is held back comes out now.
         """
 
+    def closed(self, index: int) -> bool | None:
+        """Whether the model itself has written a call to its end. To be asked after the last ``feed``.
+
+        Args:
+            index: Of the call, as in its pieces.
+
+        Returns:
+            ``True`` if the text shows its end, ``False`` if the text shows that the end is missing, and ``None`` if
+            that cannot be told. A call of an answer that the limit has cut off is run only if this is ``True``.
+        """
+        return None
+
 
 class ToolFormat(ABC):
     """How one model family is told of tools and how it calls them. Stateless; shared by all requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,6 +97,17 @@ def _plain(params: Any) -> dict[str, Any] | None:
     return {form: value for form in _FORMS if (value := getattr(params, form, None))} or None
 
 
+_TAGS = {
+    "glm45": ("<tool_call>", "</tool_call>"),
+    "glm47": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "qwen3_xml": ("<tool_call>", "</tool_call>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
+}
+"""Tags around a call, by parser, for the families whose arguments are not JSON."""
+
+
 class VllmAnswerParser(AnswerParser):
     """One answer, read by vLLM's streaming parsers.
 
@@ -117,12 +129,17 @@ class VllmAnswerParser(AnswerParser):
     ) -> None:
         self._request = _request(use if tool_parser else ToolUse())
         self._make = partial(_parser, tool_parser, reasoning_parser, tokenizer, self._request.tools)
+        self._make_reader = partial(_parser, None, reasoning_parser, tokenizer, None) if reasoning_parser else None
         self._parser = self._make()
         self._prompt_ids = list(prompt.token_ids)
         self._parallel = use.parallel
         self._named: set[int] = set()
+        self._arguments: dict[int, str] = {}
+        self._last_index = 0
+        self._tags = _TAGS.get(tool_parser or "")
         self._whole = ""
         self._said = False
+        self._thought = ""
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
         """See ``AnswerParser.feed``."""
@@ -133,24 +150,50 @@ class VllmAnswerParser(AnswerParser):
         pieces: list[AnswerChunk] = []
         if message is not None and message.reasoning:
             pieces.append(ReasoningChunk(message.reasoning))
+            self._thought += message.reasoning
         if message is not None and message.content:
             pieces.append(TextChunk(message.content))
         for call in message.tool_calls if message is not None else ():
+            self._last_index = max(self._last_index, call.index)
             if self._parallel or call.index == 0:
                 pieces.append(self._piece(call))
         self._said = self._said or any(not isinstance(piece, ReasoningChunk) for piece in pieces)
         if last and not self._said and self._whole.strip():
-            pieces += self._calls_of_whole()
+            pieces += self._calls_of_whole() or self._unread()
+        for piece in pieces:
+            if isinstance(piece, CallChunk):
+                self._arguments[piece.index] = self._arguments.get(piece.index, "") + piece.arguments
         return pieces
+
+    def closed(self, index: int) -> bool | None:
+        """See ``AnswerParser.closed``. Told by the text: vLLM's parsers close what was left open.
+
+        Calls come one after the other, so only the last one can have been cut off.
+        """
+        if index < self._last_index:
+            return True
+        if self._tags is not None:
+            opened, ended = (self._whole.rfind(tag) for tag in self._tags)
+            return True if ended > opened else None
+        return _holds(self._whole, self._arguments.get(index, ""))
 
     def _calls_of_whole(self) -> list[AnswerChunk]:
         """Calls that streaming has missed: some parsers do where one delta holds the whole call."""
         _, _, calls = self._make().parse(self._whole, self._request, enable_auto_tools=True)
+        self._last_index = max(len(calls or ()) - 1, 0)
         found = [
             CallChunk(index, id=call.id or new_call_id(), name=call.name, arguments=call.arguments)
             for index, call in enumerate(calls or ())
         ]
         return list(found if self._parallel else found[:1])
+
+    def _unread(self) -> list[AnswerChunk]:
+        """The answer as text, without the thinking: what no parser has made anything of, a call cut off in its name."""
+        text: str | None = self._whole
+        if self._make_reader is not None:
+            _, text, _ = self._make_reader().parse(self._whole, _request(ToolUse()))
+        thinking_only = not self._request.tools or (self._thought and self._thought.strip() in (text or ""))
+        return [TextChunk(text)] if text and text.strip() and not thinking_only else []
 
     def _piece(self, call: Any) -> CallChunk:
         """Some parsers repeat id and name, or leave the id out: the first fragment has both, later ones neither."""
@@ -161,6 +204,33 @@ class VllmAnswerParser(AnswerParser):
             return CallChunk(call.index, arguments=arguments)
         self._named.add(call.index)
         return CallChunk(call.index, id=call.id or new_call_id(), name=name, arguments=arguments)
+
+
+def _holds(text: str, arguments: str) -> bool | None:
+    """Whether the last JSON object in a text is whole and is, or holds, these arguments.
+
+    ``False`` if the text ends inside an object and the arguments are in none that is whole; ``None`` if it cannot be
+    told, as where a brace does not begin JSON.
+    """
+    try:
+        wanted = json.loads(arguments or "{}", strict=False)
+    except ValueError:
+        return False
+    decoder, at = json.JSONDecoder(strict=False), text.find("{")
+    found = last = open_at_end = doubtful = False
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            end, last, doubtful = at + 1, False, True
+            open_at_end = open_at_end or "Unterminated string" in error.msg or error.pos >= len(text.rstrip())
+        else:
+            last = value == wanted or wanted in value.values()
+            found = found or last
+        at = text.find("{", end)
+    if last and not doubtful:
+        return True
+    return False if open_at_end and not found else None
 
 
 @dataclass(frozen=True)
@@ -202,6 +272,5 @@ class VllmFormat(ToolFormat):
         tool_parser = self.tool_parser if use.tools else None
         if tool_parser is None and self.reasoning_parser is None:
             return HermesFormat().parser(tokenizer, ToolUse(), prompt, constrained=constrained)
-        from kvcomm_integrations.chat.vllm_format import VllmAnswerParser
 
         return VllmAnswerParser(tool_parser, self.reasoning_parser, tokenizer, use, prompt)

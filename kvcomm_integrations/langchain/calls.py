@@ -1,52 +1,53 @@
-"""Tool calls of a whole answer. Chunks merge into calls that may be cut off; a whole answer must not run those."""
+"""Calls that must not be run, in LangChain's messages.
+
+LangChain's core merges the fragments of a call and closes JSON that was left open, so a call that was cut off in a
+stream would be run with what there was of its arguments. A last fragment that makes them unreadable prevents that.
+"""
 
 from __future__ import annotations
 
-import json
+from langchain_core.messages import AIMessage, InvalidToolCall
 
-from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
-from langchain_core.outputs import ChatResult
+from kvcomm_integrations.chat.chunks import InvalidCallPiece
 
-from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk
+METADATA_KEY = "kvcomm"
+INVALID_KEY = "invalid_calls"
 
 
-class Calls:
-    """Notes the calls of one answer as they come, and puts them into its message in the end."""
+def spoiling(call: InvalidCallPiece) -> str:
+    """What to append to a call's arguments so that no reader of partial JSON takes them for an object.
 
-    def __init__(self) -> None:
-        self._parts: dict[int, list[CallChunk]] = {}
-        self._cut = False
+    It ends an open string, then closes a bracket that is not open, and says why.
+    """
+    open_brackets, in_string, escaped = [""], False, False
+    for char in call.arguments:
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            open_brackets.append(char)
+        elif char in "}]" and len(open_brackets) > 1:
+            open_brackets.pop()
+    quote = ('""' if escaped else '"') if in_string else ""
+    wrong = "}" if open_brackets[-1] == "[" else "]"
+    written = "" if call.written == call.arguments else f"; the model wrote: {call.written}"
+    return f"{quote}{wrong} [not run: {call.error}{written}]"
 
-    def note(self, piece: Chunk) -> Chunk:
-        """Remember a piece if it is of a call or says that the answer was cut off, and return it."""
-        if isinstance(piece, CallChunk):
-            self._parts.setdefault(piece.index, []).append(piece)
-        elif isinstance(piece, FinalChunk):
-            self._cut = piece.finish_reason == "length"
-        return piece
 
-    def settle(self, result: ChatResult) -> ChatResult:
-        """Call what is whole; what is no JSON object (an answer cut off in it, for one) becomes an invalid call."""
-        message = result.generations[0].message
-        if not self._parts or not isinstance(message, AIMessage):
-            return result
-        message.tool_calls, message.invalid_tool_calls = [], []
-        for parts in self._parts.values():
-            name = next((part.name for part in parts if part.name), "")
-            call_id = next((part.id for part in parts if part.id), None)
-            text = "".join(part.arguments for part in parts)
-            if not text and not self._cut:  # a call without arguments
-                text = "{}"
-            try:
-                arguments = json.loads(text, strict=False)
-            except ValueError as error:
-                arguments, reason = None, str(error)
-            else:
-                reason = f"arguments must be a JSON object, not {type(arguments).__name__}"
-            if isinstance(arguments, dict):
-                message.tool_calls.append(ToolCall(name=name, args=arguments, id=call_id, type="tool_call"))
-            else:
-                message.invalid_tool_calls.append(
-                    InvalidToolCall(name=name, args=text, id=call_id, error=reason, type="invalid_tool_call")
-                )
-        return result
+def described(calls: tuple[InvalidCallPiece, ...]) -> list[InvalidToolCall]:
+    """Invalid calls in LangChain's form, with the reason, which merging fragments would lose."""
+    return [
+        InvalidToolCall(type="invalid_tool_call", id=call.id, name=call.name, args=call.written, error=call.error)
+        for call in calls
+    ]
+
+
+def settle(message: AIMessage) -> AIMessage:
+    """Put text and reason of the invalid calls into a whole message whose fragments have been merged."""
+    ours = message.response_metadata.get(METADATA_KEY) or {}
+    reasons = {call["id"]: call for call in ours.get(INVALID_KEY, ())}
+    if reasons:
+        message.invalid_tool_calls = [reasons.get(call["id"], call) for call in message.invalid_tool_calls]
+    return message

@@ -29,7 +29,7 @@ from kvcomm_integrations.config import API_KEY_VARIABLE, EngineConfig, HttpConfi
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
-from kvcomm_integrations.langchain.calls import Calls
+from kvcomm_integrations.langchain.calls import settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_chunk
 from kvcomm_integrations.langchain.options import SAMPLING_FIELDS, CallOptions, call_options
@@ -215,10 +215,8 @@ class ChatKVComm(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        pieces, calls = self._pieces(ensure_config(), messages, stop, kwargs), Calls()
-        return calls.settle(
-            generate_from_stream(to_chunk(calls.note(piece), model_name=self.model) for piece in pieces)
-        )
+        pieces = self._pieces(ensure_config(), messages, stop, kwargs)
+        return generate_from_stream(to_chunk(piece, model_name=self.model) for piece in pieces)
 
     async def _agenerate(
         self,
@@ -227,9 +225,8 @@ class ChatKVComm(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        pieces, calls = self._apieces(ensure_config(), messages, stop, kwargs), Calls()
-        chunks = (to_chunk(calls.note(piece), model_name=self.model) async for piece in pieces)
-        return calls.settle(await agenerate_from_stream(chunks))
+        pieces = self._apieces(ensure_config(), messages, stop, kwargs)
+        return await agenerate_from_stream(to_chunk(piece, model_name=self.model) async for piece in pieces)
 
     def _stream(
         self,
@@ -333,7 +330,7 @@ class ChatKVComm(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """See ``BaseChatModel.invoke``."""
-        return super().invoke(input, config, stop=stop, **call_config(config, kwargs))
+        return settle(super().invoke(input, config, stop=stop, **call_config(config, kwargs)))
 
     async def ainvoke(
         self,
@@ -344,7 +341,7 @@ class ChatKVComm(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """See ``BaseChatModel.ainvoke``."""
-        return await super().ainvoke(input, config, stop=stop, **call_config(config, kwargs))
+        return settle(await super().ainvoke(input, config, stop=stop, **call_config(config, kwargs)))
 
     def stream(
         self,

@@ -19,13 +19,21 @@ from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, Us
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
 
-from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, ReasoningChunk, TextChunk, Usage
+from kvcomm_integrations.chat.chunks import (
+    CallChunk,
+    Chunk,
+    FinalChunk,
+    InvalidCallPiece,
+    ReasoningChunk,
+    TextChunk,
+    Usage,
+)
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.langchain.calls import INVALID_KEY, METADATA_KEY, described, spoiling
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 
 PROVIDER = "kvcomm"
-METADATA_KEY = "kvcomm"
 _TEXT_BLOCKS = ("text", "text-plain", "input_text", "output_text", "refusal")
 _CALL_BLOCKS = ("tool_call", "tool_call_chunk", "tool_use", "invalid_tool_call", "function_call", "input_json_delta")
 _REASONING_BLOCKS = ("reasoning", "thinking", "reasoning_content")
@@ -131,6 +139,8 @@ def to_chunk(piece: Chunk, *, model_name: str, blocks: bool = False) -> ChatGene
     if isinstance(piece, ReasoningChunk):
         kwargs = {"reasoning_content": piece.text}
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
+    if isinstance(piece, InvalidCallPiece):
+        piece = CallChunk(piece.index, arguments=spoiling(piece))
     if isinstance(piece, CallChunk):
         chunk = tool_call_chunk(name=piece.name, args=piece.arguments, id=piece.id, index=piece.index)
         if not blocks:
@@ -148,6 +158,8 @@ def _last_chunk(piece: FinalChunk, model_name: str) -> ChatGenerationChunk:
         ours["report"] = piece.report.model_dump(mode="json")
     if piece.ttft_ms is not None:
         ours["ttft_ms"] = piece.ttft_ms
+    if piece.invalid_calls:
+        ours[INVALID_KEY] = described(piece.invalid_calls)
     metadata: dict[str, Any] = {
         "model_name": model_name,
         "model_provider": PROVIDER,

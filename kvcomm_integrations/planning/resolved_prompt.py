@@ -22,10 +22,21 @@ from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 class PlannedRequest(Protocol):
     """What planning needs to know of a request; vLLM's own ``Request`` has all of it."""
 
-    request_id: str
-    prompt_token_ids: Sequence[int] | None
-    num_prompt_tokens: int
-    cache_salt: str | None
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt's tokens; ``None`` for a prompt of embeddings."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Whose exact prefix cache it may hit."""
 
 
 class Part(Enum):

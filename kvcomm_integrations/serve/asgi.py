@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -61,3 +62,9 @@ async def send_json(send: Send, status: int, content: Any) -> None:
 async def send_error(send: Send, status: int, message: str) -> None:
     """Answer with an error in OpenAI's form."""
     await send_json(send, status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
+
+
+def with_route(scope: Scope, path: str) -> Scope:
+    """The request with another path within the application."""
+    root = scope["path"].removesuffix(route(scope))
+    return {**scope, "path": root + path, "raw_path": quote(root + path).encode()}

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from kvcomm_integrations.errors import ConfigurationError, EngineError, StateFileError
-from kvcomm_integrations.serve.state_routes import KEY_VARIABLE, STATE_PATH
+from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
+from kvcomm_integrations.serve.state_routes import STATE_PATH
 
 TIMEOUT_S = 600.0
 """Longest wait for a large state to be written or read, seconds."""

@@ -5,10 +5,9 @@ Off unless the server's environment names a folder and a key. Clients name files
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcomm_integrations.engines.learned_state import clear_state, load_state, save_state
 from kvcomm_integrations.errors import ConfigurationError, StateFileError
-from kvcomm_integrations.serve.asgi import Receive, Scope, Send, header, read_body, route, send_error, send_json
+from kvcomm_integrations.serve.asgi import Receive, Scope, Send, read_body, route, send_error, send_json
+from kvcomm_integrations.serve.operator_key import KEY_VARIABLE, SHORTEST_KEY, OperatorKey
 
 STATE_PATH = "/kvcomm/state/"
 """Followed by ``save``, ``load`` or ``clear``."""
 FOLDER_VARIABLE = "KVCOMM_STATE_DIR"
 """Environment variable that names the folder of state files; unset: there is no such route."""
-KEY_VARIABLE = "KVCOMM_ADMIN_KEY"
-"""Environment variable with the operator's key, which is none of the tenants'."""
-SHORTEST_KEY = 16
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -48,11 +45,11 @@ class StateRoutes:
 
     Args:
         folder: where files are; ``None``: the routes are off.
-        key: what a request must show as ``Authorization: Bearer <key>``.
+        operator: whose key a request must show.
     """
 
     folder: Path | None = None
-    key: str = ""
+    operator: OperatorKey = field(default_factory=OperatorKey)
 
     @classmethod
     def from_environment(cls) -> StateRoutes:
@@ -61,16 +58,17 @@ class StateRoutes:
         Raises:
             ConfigurationError: the folder does not exist, or the key is missing or short. Shows no key.
         """
-        folder, key = os.environ.get(FOLDER_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
+        folder = os.environ.get(FOLDER_VARIABLE, "")
         if not folder:
             return cls()
+        operator = OperatorKey.from_environment()
         if not Path(folder).is_dir():
             raise ConfigurationError(f"{FOLDER_VARIABLE}={folder!r} is not a folder; make it, or unset the variable")
-        if len(key) < SHORTEST_KEY:
+        if not operator.key:
             raise ConfigurationError(
                 f"{FOLDER_VARIABLE} is set, so {KEY_VARIABLE} must hold a key of at least {SHORTEST_KEY} characters"
             )
-        return cls(Path(folder).absolute(), key)
+        return cls(Path(folder).absolute(), operator)
 
     def wants(self, scope: Scope) -> bool:
         """Whether a request is for these routes."""
@@ -82,8 +80,7 @@ class StateRoutes:
         Args:
             client: vLLM's engine client.
         """
-        scheme, _, key = header(scope, "authorization").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.key.encode()):
+        if not self.operator.shown(scope):
             await send_error(send, 401, "this needs the operator's key: Authorization: Bearer <key>")
             return
         action = route(scope).removeprefix(STATE_PATH)

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.ids import DEFAULT_TENANT
 from kvcomm_integrations.serve.asgi import Scope, header
+from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
 
 KEYS_VARIABLE = "KVCOMM_TENANT_KEYS"
 """Environment variable that names the file of keys for the server's processes."""
@@ -82,7 +83,8 @@ def read_keys(path: Path) -> dict[str, str]:
     """API key to tenant, from a JSON object of keys and tenants.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a name or key cannot be used. Shows no key.
+        ConfigurationError: the file cannot be read, a name or key cannot be used, or a key is the operator's as well.
+            Shows no key.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -95,6 +97,10 @@ def read_keys(path: Path) -> dict[str, str]:
             raise ConfigurationError(
                 f"{str(path)!r}, entry {number}: the tenant {tenant!r} must be 1 to 64 letters, digits or _.@- and its "
                 "key not empty"
+            )
+        if key == os.environ.get(KEY_VARIABLE):
+            raise ConfigurationError(
+                f"{str(path)!r}, entry {number}: the key is the operator's ({KEY_VARIABLE}) as well; use another"
             )
     return found
 
@@ -109,6 +115,20 @@ def divided(tenant: str, said: str) -> str:
 def salt_of(tenant: str, salt: str) -> str:
     """The prefix-cache salt of a tenant's request that brings a salt of its own, or an empty one."""
     return hashlib.blake2b(json.dumps([tenant, salt]).encode(), digest_size=16, person=b"kvcomm-served").hexdigest()
+
+
+def response_id(tenant: str, said: str) -> str:
+    """The id under which vLLM keeps a response that its tenant calls ``said``.
+
+    It begins with the tenant's mark, so no two tenants' ids are equal, whatever they choose, and nobody has to remember
+    who made a response. The mark is no secret: a request reaches only ids that begin with its own tenant's.
+
+    Args:
+        tenant: the server's tenant, not divided by what a body says: later requests have no body.
+        said: the client's name for the response, or the id that an earlier answer gave.
+    """
+    mark = f"resp_{hashlib.blake2b(tenant.encode(), digest_size=16, person=b'kvcomm-response').hexdigest()}_"
+    return said if said.startswith(mark) else mark + said
 
 
 def _hash(key: str) -> bytes:

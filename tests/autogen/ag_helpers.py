@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kvcomm_integrations.autogen import KVCommChatCompletionClient
 from kvcomm_integrations.engines.fake import FakeEngine
@@ -45,8 +46,8 @@ LAST_SYSTEM_ONLY = (
 """Keeps the last system message and drops the others without a word."""
 
 
-def byte_tokenizer(template: str) -> ChatTokenizer:
-    """One token per byte: no files, no downloads, and no character is ever unknown."""
+def byte_tokenizer(template: str, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """One token per byte, and one per mark: no files, no downloads, and no character is ever unknown."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,6 +56,7 @@ def byte_tokenizer(template: str) -> ChatTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
     return ChatTokenizer(hf, source="bytes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ pytest.importorskip("vllm")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
-def tokenizer_of(template: str = "{{ messages }}") -> ChatTokenizer:
+def tokenizer_of(template: str = "{{ messages }}", marks: Sequence[str] = MARKS) -> ChatTokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ def tokenizer_of(template: str = "{{ messages }}") -> ChatTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|im_end|>"), AddedToken("<|python_tag|>")])
-    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
     return ChatTokenizer(hf, source="bytes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from tests.engine.served import START_S, ServedEngine, connect, environment, fre
 pytestmark = pytest.mark.engine
 
 KEYS = {"key-a": "alice", "key-b": "bob"}
+SITE = "https://app.example"
 REUSE = ReuseConfig(policy="aligned", audit_rate=0.0, min_segment_tokens=1, discover_min_tokens=24)
 
 
@@ -46,14 +48,13 @@ def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "model": str(tiny_model), "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port),
         "dtype": "float32", "max-model-len": "2048", "kv-cache-memory-bytes": str(256 << 20),
         "kv-transfer-config": json.dumps(transfer),
-        "middleware": "kvcomm_integrations.serve.middleware.KVCommMiddleware",
+        "middleware": "kvcomm_integrations.serve.middleware.KVCommMiddleware", "allowed-origins": f'["{SITE}"]',
     }  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for name, value in options.items() for part in (f"--{name}", value)]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment(KVCOMM_TENANT_KEYS=str(folder / "keys.json")), stdout=log, stderr=log
-        )
+        given = environment(KVCOMM_TENANT_KEYS=str(folder / "keys.json"), VLLM_ENABLE_RESPONSES_API_STORE="1")
+        process = subprocess.Popen(command, env=given, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + START_S
             while not healthy(f"http://127.0.0.1:{port}"):
@@ -136,6 +137,73 @@ def test_contents_of_plain_clients_are_found_in_their_tokens(url: str) -> None:
     assert ask(roles[0])["loaded"] == 0
     assert ask(roles[1])["loaded"] > 100
     assert ask(roles[2], "key-b")["loaded"] == 0
+
+
+@pytest.fixture
+def keyed(url: str) -> Iterator[dict[str, httpx.Client]]:
+    """One plain client per key, as a browser on another site has it. ``admin`` is the operator's."""
+    keys = {**dict(zip(KEYS, KEYS, strict=True)), "admin": os.environ["KVCOMM_ADMIN_KEY"]}
+    made = {
+        name: httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}", "Origin": SITE}, timeout=60)
+        for name, key in keys.items()
+    }
+    yield made
+    for client in made.values():
+        client.close()
+
+
+def test_stored_responses_are_their_tenants(keyed: dict[str, httpx.Client]) -> None:
+    alice, bob = keyed["key-a"], keyed["key-b"]
+
+    def create(client: httpx.Client, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "input": "Name a colour.", "max_output_tokens": 4, "temperature": 0, **fields}
+        return client.post("/responses", json=body)
+
+    plain, chosen = create(alice), create(alice, request_id="mine")
+    of_bob = create(bob, request_id="mine", input="Name a river.")
+    assert [answer.status_code for answer in (plain, chosen, of_bob)] == [200] * 3
+    for name, made in ((plain.json()["id"], plain), (chosen.json()["id"], chosen), ("mine", chosen)):
+        assert alice.get(f"/responses/{name}").json()["output"] == made.json()["output"]
+        assert create(alice, previous_response_id=name).status_code == 200
+    assert bob.get("/responses/mine").json()["id"] == of_bob.json()["id"]
+    for name in (plain.json()["id"], chosen.json()["id"], "nobody's"):
+        assert bob.get(f"/responses/{name}").status_code == 404
+        assert bob.get(f"/responses/{name}", params={"stream": True, "starting_after": 0}).status_code == 404
+        assert bob.post(f"/responses/{name}/cancel").status_code == 404
+        assert create(bob, previous_response_id=name).status_code == 404
+
+
+def test_a_response_in_the_background_is_its_tenants(keyed: dict[str, httpx.Client]) -> None:
+    alice, bob = keyed["key-a"], keyed["key-b"]
+    body = {"model": "tiny", "input": "Count.", "max_output_tokens": 512, "background": True, "request_id": "long"}
+    made = alice.post("/responses", json=body).json()
+    assert made["status"] == "queued"
+    assert bob.post(f"/responses/{made['id']}/cancel").status_code == 404
+    assert alice.get("/responses/long").json()["status"] == "queued"
+    assert alice.post("/responses/long/cancel").json()["status"] == "cancelled"
+
+
+def test_the_operator_manages_and_tenants_do_not(keyed: dict[str, httpx.Client], url: str) -> None:
+    root = url.removesuffix("/v1")
+    for client in keyed.values():
+        status = 200 if client is keyed["admin"] else 403
+        assert client.post(f"{root}/reset_prefix_cache").status_code == status
+        assert client.get(f"{root}/metrics").status_code == status
+        assert client.get(f"{root}/is_sleeping").status_code == status
+        assert client.get("/models").status_code == 200
+
+
+def test_refusals_have_vllms_cors_headers(keyed: dict[str, httpx.Client], url: str) -> None:
+    alice = keyed["key-a"]
+    refused = alice.post("/completions", content=b"{"), alice.post("/newer"), alice.get("/kvcomm"), alice.get("/models")
+    assert [answer.status_code for answer in refused] == [400, 403, 200, 200]
+    stranger = httpx.get(f"{url}/models", headers={"Origin": SITE})
+    assert stranger.status_code == 401
+    for answer in (*refused, stranger):
+        assert answer.headers["access-control-allow-origin"] == SITE
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    answer = alice.options("/kvcomm", headers=preflight)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, SITE)
 
 
 def _graph(model: BaseChatModel) -> list[BaseMessage]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from langchain_core.messages import AIMessage
 
 from kvcomm_integrations.engines.fake import FakeEngine
@@ -25,8 +27,8 @@ TOOL_CHATML = (
 """Shows tools and calls, and opens a thinking block on request."""
 
 
-def byte_tokenizer(template: str) -> ChatTokenizer:
-    """One token per byte: no files, no downloads, and no character is ever unknown."""
+def byte_tokenizer(template: str, marks: Sequence[str] = ()) -> ChatTokenizer:
+    """One token per byte, and one per mark: no files, no downloads, and no character is ever unknown."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,6 +37,7 @@ def byte_tokenizer(template: str) -> ChatTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
     return ChatTokenizer(hf, source="bytes")
 

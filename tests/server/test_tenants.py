@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.serve.asgi import read_body
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
 from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE, read_keys
 from kvcomm_integrations.wire import INFO_PATH, WIRE_KEY, WIRE_VERSION, KVCommParams
@@ -27,6 +28,7 @@ class Client:
         transfer = SimpleNamespace(kv_connector="KVCommConnector")
         parallel = SimpleNamespace(worker_extension_cls="x")
         self.vllm_config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+        self.model_config = SimpleNamespace(tokenizer=str(Path(__file__).parent))
         self.closed = 0
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
@@ -55,8 +57,7 @@ class App:
         if scope["type"] == "websocket":
             self.received.append("websocket")
             return
-        message = await receive()
-        raw = message.get("body", b"")
+        raw = await read_body(receive)
         lengths = [v for k, v in scope["headers"] if k == b"content-length"]
         assert scope["method"] != "POST" or lengths == [str(len(raw)).encode()]
         self.raw.append(raw)
@@ -85,13 +86,22 @@ class Server:
         self.middleware = KVCommMiddleware(self.app)
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        root_path: str = "",
+        query: bytes = b"",
+        **headers: str,
     ) -> tuple[int, bytes]:
         raw = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
         given = {"content-type": "application/json", "content-length": str(len(raw))}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         scope = {
-            "type": "http", "method": method, "path": path, "root_path": "", "app": self.app,
+            "type": "http", "method": method, "path": path, "root_path": root_path, "query_string": query,
+            "app": self.app,
             "headers": [(k.encode(), v.encode()) for k, v in given.items()],
         }  # fmt: skip
         half = len(raw) // 2
@@ -188,8 +198,8 @@ async def test_without_a_known_key_nothing_is_served(keyed: Server, headers: dic
     assert keyed.app.bodies == []
 
 
-async def test_health_and_metrics_need_no_key(keyed: Server) -> None:
-    for path in ("/health", "/metrics", "/version"):
+async def test_health_needs_no_key(keyed: Server) -> None:
+    for path in ("/health", "/load", "/version"):
         assert (await keyed.ask("GET", path))[0] == 200
 
 
