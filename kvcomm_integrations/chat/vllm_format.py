@@ -22,12 +22,10 @@ from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 def _parser(tool_parser: str | None, reasoning_parser: str | None, tokenizer: ChatTokenizer, tools: Any) -> Any:
     require_vllm()
-    from vllm.parser import ParserManager
+    from kvcomm_integrations.connector.compat import parser_class
 
     try:
-        made = ParserManager.get_parser(
-            tool_parser_name=tool_parser, reasoning_parser_name=reasoning_parser, enable_auto_tools=True
-        )
+        made = parser_class(tool_parser, reasoning_parser)
     except (TypeError, KeyError, ImportError) as error:
         raise ConfigurationError(
             f"vLLM has no parsers tool_parser={tool_parser!r}, reasoning_parser={reasoning_parser!r}: {error}"
@@ -43,8 +41,9 @@ def _parser(tool_parser: str | None, reasoning_parser: str | None, tokenizer: Ch
 
 def _request(use: ToolUse, structured_output: dict[str, Any] | None = None) -> Any:
     """The chat request vLLM's parsers want to see; only what they read of it is filled in."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import StructuredOutputsParams
+
+    from kvcomm_integrations.connector.compat import chat_completion_request
 
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
     if use.tools:
@@ -55,7 +54,7 @@ def _request(use: ToolUse, structured_output: dict[str, Any] | None = None) -> A
         fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": use.parallel}
     if structured_output is not None:
         fields["structured_outputs"] = StructuredOutputsParams(**structured_output)
-    return ChatCompletionRequest(**fields)
+    return chat_completion_request(fields)
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:

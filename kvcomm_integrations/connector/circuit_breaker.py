@@ -14,10 +14,10 @@ LONGEST_PAUSE_S = 3600.0
 
 
 class CircuitBreaker:
-    """Counts faults by the seam at which they happen (``load``, ``harvest``, ``learn``, ``audit``, ``plan``).
+    """Counts faults by where they happen (``load``, ``harvest``, ``learn``, ``audit``, ``plan``).
 
     Args:
-        limit: consecutive faults of one seam that switch reuse off; 0 never does.
+        limit: consecutive faults in one place that switch reuse off; 0 never does.
         pause_s: how long it stays off the first time, seconds.
         clock: monotonic seconds.
     """
@@ -25,7 +25,7 @@ class CircuitBreaker:
     def __init__(self, limit: int, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.total: Counter[str] = Counter()
-        """Faults since the start, by seam."""
+        """Faults since the start, by place."""
         self.trips = 0
         """How often reuse has switched itself off."""
         self._first_pause = self._pause = pause_s
@@ -34,14 +34,14 @@ class CircuitBreaker:
         self._until: float | None = None
         self._why = ""
 
-    def fault(self, seam: str, reason: str) -> None:
+    def fault(self, where: str, reason: str) -> None:
         """Note a fault."""
-        self.total[seam] += 1
-        self._row[seam] += 1
+        self.total[where] += 1
+        self._row[where] += 1
         on_trial = self._until is not None and self._clock() >= self._until
-        if self.limit and not self.refusal() and (on_trial or self._row[seam] >= self.limit):
+        if self.limit and not self.refusal() and (on_trial or self._row[where] >= self.limit):
             self.trips += 1
-            self._why = f"too many faults in a row ({seam})"
+            self._why = f"too many faults in a row ({where})"
             self._until = self._clock() + self._pause
             logger.error(
                 "KV reuse is off for %.0f s: %s, the last one: %s. Requests are served densely.",
@@ -51,9 +51,9 @@ class CircuitBreaker:
             )
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
-    def success(self, seam: str) -> None:
-        """Note that a seam works: its row of faults is over, and so is the trial after a pause."""
-        failed_here = self._row.pop(seam, 0)
+    def success(self, where: str) -> None:
+        """Note that something works: its row of faults is over, and so is the trial after a pause."""
+        failed_here = self._row.pop(where, 0)
         if failed_here and self._until is not None and not self.refusal():
             logger.warning("KV reuse works again; it was off after %s", self._why)
             self._until, self._pause = None, self._first_pause

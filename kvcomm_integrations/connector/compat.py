@@ -34,7 +34,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 __all__ = [
-    "BlockHasher",
     "CommonAttentionMetadata",
     "ForwardContext",
     "KVCacheConfig",
@@ -49,22 +48,9 @@ __all__ = [
     "RequestStatus",
     "SchedulerOutput",
     "VllmConfig",
-    "agree_on_faults",
-    "attention_layers",
-    "block_hasher",
-    "cache_bytes_per_token",
-    "current_connector",
     "get_forward_context",
-    "hash_block_size",
-    "holds_first_layer",
     "is_forward_context_available",
-    "rank_heads",
-    "rehash",
-    "repair_refusal",
-    "request_refusal",
     "set_forward_context",
-    "unsupported_reason",
-    "write_with_engine",
 ]
 
 BlockHasher = Callable[[Request], list[Any]]
@@ -211,3 +197,65 @@ def request_refusal(request: Request) -> str:
     if request.skip_reading_prefix_cache:
         return "the request asked to skip cached KV (prompt logprobs do)"
     return ""
+
+
+# ---- the engine's front end and its parsers: imported when asked for, workers need none of it --------------------
+
+
+def async_llm(arguments: Any, stat_logger: Any) -> Any:
+    """Start vLLM's engine; its core and workers are subprocesses.
+
+    Args:
+        arguments: ``AsyncEngineArgs``.
+        stat_logger: makes a statistics logger from vLLM's configuration and an engine's number.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger])
+
+
+def engine_errors() -> tuple[type[Exception], type[Exception]]:
+    """What vLLM raises when the engine has died, and when one request failed."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    return EngineDeadError, EngineGenerateError
+
+
+def stat_logger(note: Callable[[Any], None]) -> Any:
+    """A class of statistics loggers that hands each step's ``SchedulerStats`` to ``note``."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            del vllm_config, engine_index
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            if scheduler_stats is not None:
+                note(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return Logger
+
+
+def parser_class(tool_parser: str | None, reasoning_parser: str | None) -> Any:
+    """The class that reads answers by vLLM's parsers of these names.
+
+    Raises:
+        TypeError, KeyError, ImportError: there is no such parser.
+    """
+    from vllm.parser import ParserManager
+
+    return ParserManager.get_parser(
+        tool_parser_name=tool_parser, reasoning_parser_name=reasoning_parser, enable_auto_tools=True
+    )
+
+
+def chat_completion_request(fields: dict[str, Any]) -> Any:
+    """The request of vLLM's chat endpoint, which its parsers want to see."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(**fields)

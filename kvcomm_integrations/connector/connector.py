@@ -55,19 +55,19 @@ class KVCommConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is owed to anybody: a harvest that does not happen is a future dense prefill."""
+        """A harvest that does not happen costs a later dense prefill, nothing else."""
         return False
 
     @property
     def connector_scheduler(self) -> ConnectorScheduler:
-        """The half in the engine's process."""
-        assert self._scheduler is not None, "this is the worker half"
+        """The connector's side in vLLM's scheduler."""
+        assert self._scheduler is not None, "this is the worker"
         return self._scheduler
 
     @property
     def connector_worker(self) -> ConnectorWorker:
-        """The half in a worker process."""
-        assert self._worker is not None, "this is the scheduler half"
+        """The connector's side in a worker process."""
+        assert self._worker is not None, "this is the scheduler"
         return self._worker
 
     @property
@@ -98,7 +98,7 @@ class KVCommConnector(KVConnectorBase_V1):
     ) -> KVConnectorPromMetrics | None:
         return ReusePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ---- scheduler half --------------------------------------------------------------------------------------------
+    # ---- scheduler --------------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -131,7 +131,7 @@ class KVCommConnector(KVConnectorBase_V1):
         self.connector_scheduler.reset_cache()
         return True
 
-    # ---- worker half -----------------------------------------------------------------------------------------------
+    # ---- worker -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._runner = calling_runner()

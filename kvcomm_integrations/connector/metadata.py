@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half each step, and what the worker half answers. Data only."""
+"""What the scheduler tells the worker each step, and what the worker answers. Data only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepMetadata(KVConnectorMetadata):
     releases: list[str] = field(default_factory=list)
     """Finished requests whose blocks may be freed once the jobs above are done."""
     weights: int = 0
-    """Changes of the model's weights that the scheduler half knew of. A worker that knows of more learns and keeps
+    """Changes of the model's weights that the scheduler knew of. A worker that knows of more learns and keeps
     nothing: what these orders speak of was computed with other weights."""
 
 
@@ -64,8 +64,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             )
         for key, count in other.examples.items():
             self.examples[key] = min(self.examples.get(key, count), count)
-        for seam, count in other.faults.items():
-            self.faults[seam] = max(self.faults.get(seam, 0), count)
+        for where, count in other.faults.items():
+            self.faults[where] = max(self.faults.get(where, 0), count)
         for content, value in other.leverage.items():
             self.leverage[content] = max(self.leverage.get(content, value), value)
         self.audits = self.audits or other.audits

@@ -1,4 +1,4 @@
-"""Counts what the scheduler half decides and hears, interval by interval, in bounded memory."""
+"""Counts what the scheduler decides and hears, interval by interval, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvcomm_integrations.connector.metrics import (
     ReuseStats,
 )
 from kvcomm_integrations.planning.planner import Planner
-from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
+from kvcomm_integrations.wire import TREATMENTS, Mode, RequestReport, SegmentReport
 
 T = TypeVar("T", bound=Hashable)
 
@@ -79,11 +79,10 @@ class TopLabels(Generic[T]):
 
 OTHER = "other"
 """Label of everything beyond the most used."""
-TREATMENTS = ("exact", "loaded", "repaired", "computed")
 
 
 class ReuseMeter:
-    """The scheduler half's counters.
+    """The scheduler's counters.
 
     Args:
         limit: agents, and edges, with series of their own.

@@ -91,7 +91,10 @@ STORE_BYTES = Series("vllm:kvcomm_store_bytes", Kind.GAUGE, "Bytes of references
 STATE_BYTES = Series("vllm:kvcomm_state_bytes", Kind.GAUGE, "Bytes of learned corrections on a worker.", ("rank",))
 REFERENCES = Series("vllm:kvcomm_references", Kind.GAUGE, "References held or promised.")
 EDGES = Series(
-    "vllm:kvcomm_edges", Kind.GAUGE, "Edges by what audits have made of them: open, deeper, closed.", ("verdict",)
+    "vllm:kvcomm_edges",
+    Kind.GAUGE,
+    "Edges by what audits have made of them: proven, open, deeper, closed.",
+    ("verdict",),
 )
 AUDITS = Series("vllm:kvcomm_audits", Kind.COUNTER, "Audits that were carried out.", ("policy",))
 AUDIT_DIVERGENCE = Series(

@@ -15,7 +15,7 @@ EXTENSION = f"{__name__}.KVCommWorkerExtension"
 
 
 class KVCommWorkerExtension:
-    """Calls from outside into a worker's half of the connector."""
+    """Calls from outside into a worker."""
 
     model_runner: Any
     rank: int
@@ -25,25 +25,25 @@ class KVCommWorkerExtension:
         connector = current_connector()
         if not isinstance(connector, KVCommConnector):
             return {}
-        half = connector.connector_worker
+        worker = connector.connector_worker
         return {
-            "references": len(half.store),
-            "store_bytes": half.store.nbytes,
-            "policies": {name: policy.state_bytes() for name, policy in half.learner.policies.items()},
-            "edges": {name: len(policy.edges()) for name, policy in half.learner.policies.items()},
-            "loaded_tokens": half.loaded_tokens,
-            "repaired_tokens": half.repaired_tokens,
-            "layout": half.cache.layout.value if half.cache else "",
-            "disabled": half.disabled,
-            "repair_refusal": half.repair_refusal,
-            "verified": half.verified,
+            "references": len(worker.store),
+            "store_bytes": worker.store.nbytes,
+            "policies": {name: policy.state_bytes() for name, policy in worker.learner.policies.items()},
+            "edges": {name: len(policy.edges()) for name, policy in worker.learner.policies.items()},
+            "loaded_tokens": worker.loaded_tokens,
+            "repaired_tokens": worker.repaired_tokens,
+            "layout": worker.cache.layout.value if worker.cache else "",
+            "disabled": worker.disabled,
+            "repair_refusal": worker.repair_refusal,
+            "verified": worker.verified,
         }
 
-    def kvcomm_inject_fault(self, seam: str, kind: str, times: int = 1, rank: int | None = None) -> None:
-        """Make this worker (or only the one of a rank) fail at a seam; for tests (see ``faults``)."""
+    def kvcomm_inject_fault(self, point: str, kind: str, times: int = 1, rank: int | None = None) -> None:
+        """Make this worker (or only the one of a rank) fail at a point; for tests (see ``faults``)."""
         connector = current_connector()
         if isinstance(connector, KVCommConnector) and rank in (None, self.rank):
-            connector.connector_worker.faults.arm(seam, kind, times)
+            connector.connector_worker.faults.arm(point, kind, times)
 
     def kvcomm_check_repair(
         self, token_ids: list[int], gaps: list[list[int]], joined: bool = False

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvcomm_integrations.connector.circuit_breaker import LONGEST_PAUSE_S, CircuitBreaker
 from kvcomm_integrations.connector import scheduler
+from kvcomm_integrations.connector.circuit_breaker import LONGEST_PAUSE_S, CircuitBreaker
 from kvcomm_integrations.connector.metadata import WorkerReport
 from kvcomm_integrations.planning.entries import EntryState
 from kvcomm_integrations.planning.jobs import LoadResult

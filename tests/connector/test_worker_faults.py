@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcomm_integrations.connector.worker import worker as worker_module
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
+from kvcomm_integrations.connector.worker.worker import worker as worker_module
 from kvcomm_integrations.connector.worker.fault_injection import SWITCH, FaultInjector
 from kvcomm_integrations.connector.worker.worker import FAILED_ALONE, MEMORY, ConnectorWorker
 from kvcomm_integrations.errors import ConfigurationError, EngineError
@@ -337,5 +337,5 @@ def test_faults_cannot_be_armed_in_production(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("seam", "kind"), [("nowhere", "raise"), ("correct", "sing")])
 def test_unknown_faults_are_refused(seam: str, kind: str) -> None:
-    with pytest.raises(ConfigurationError, match="seams are"):
+    with pytest.raises(ConfigurationError, match="injection points are"):
         FaultInjector().arm(seam, kind)

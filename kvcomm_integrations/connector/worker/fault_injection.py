@@ -30,7 +30,7 @@ class InjectionPoint(StrEnum):
 
 
 class Kind(StrEnum):
-    """How it fails: an exception, numbers that are not finite, a pause, the end of the process, a lost answer."""
+    """How it fails: an exception, NaN or infinity, a pause, the end of the process, a lost answer."""
 
     RAISE = "raise"
     NAN = "nan"
@@ -40,12 +40,12 @@ class Kind(StrEnum):
 
 
 PAUSE_S = 1.0
-"""How long a slow seam sleeps, seconds."""
+"""How long a slow injection point sleeps, seconds."""
 
 
 @dataclass
 class Fault:
-    """What happens the next ``times`` times that a seam is passed."""
+    """What happens the next ``times`` times that a point is passed."""
 
     kind: Kind
     times: int
@@ -59,50 +59,50 @@ class FaultInjector:
 
     @property
     def armed(self) -> bool:
-        """Some seam will fail."""
+        """Some injection point will fail."""
         return bool(self._armed)
 
-    def arm(self, seam: str, kind: str, times: int = 1) -> None:
-        """Make a seam fail the next ``times`` times that it is passed; 0 disarms it.
+    def arm(self, point: str, kind: str, times: int = 1) -> None:
+        """Make a point fail the next ``times`` times that it is passed; 0 disarms it.
 
         Raises:
-            ConfigurationError: faults are not allowed here, or the seam or kind does not exist.
+            ConfigurationError: faults are not allowed here, or the point or kind does not exist.
         """
         if os.environ.get(SWITCH) != "1":
             raise ConfigurationError(f"faults can only be injected where {SWITCH}=1 is set; this engine is not a test")
         try:
-            self._armed[InjectionPoint(seam)] = Fault(Kind(kind), times)
+            self._armed[InjectionPoint(point)] = Fault(Kind(kind), times)
             if times <= 0:
-                del self._armed[InjectionPoint(seam)]
+                del self._armed[InjectionPoint(point)]
         except ValueError as error:
-            raise ConfigurationError(f"{error}; seams are {[*InjectionPoint]}, kinds {[*Kind]}") from error
+            raise ConfigurationError(f"{error}; injection points are {[*InjectionPoint]}, kinds {[*Kind]}") from error
 
-    def strike(self, seam: InjectionPoint) -> bool:
+    def strike(self, point: InjectionPoint) -> bool:
         """Fail if armed.
 
         Returns:
-            the seam's result is to be lost.
+            the point's result is to be lost.
         """
-        return self.armed and self._fire(seam) is Kind.LOSE
+        return self.armed and self._fire(point) is Kind.LOSE
 
-    def spoil(self, seam: InjectionPoint, kv: KV) -> KV:
+    def spoil(self, point: InjectionPoint, kv: KV) -> KV:
         """Fail if armed; ``nan`` spoils one number."""
-        if not self.armed or self._fire(seam) is not Kind.NAN:
+        if not self.armed or self._fire(point) is not Kind.NAN:
             return kv
         keys = kv.keys.clone()
         keys[-1, -1, -1, -1] = torch.nan
         return KV(keys, kv.values)
 
-    def _fire(self, seam: InjectionPoint) -> Kind | None:
-        fault = self._armed.get(seam)
+    def _fire(self, point: InjectionPoint) -> Kind | None:
+        fault = self._armed.get(point)
         if fault is None:
             return None
         fault.times -= 1
         if fault.times <= 0:
-            del self._armed[seam]
+            del self._armed[point]
         match fault.kind:
             case Kind.RAISE:
-                raise EngineError(f"injected fault in {seam}")
+                raise EngineError(f"injected fault in {point}")
             case Kind.SLOW:
                 time.sleep(PAUSE_S)
             case Kind.EXIT:

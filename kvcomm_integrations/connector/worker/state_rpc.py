@@ -32,12 +32,12 @@ class StateRpc:
 
     Args:
         config: vLLM's configuration.
-        half: the worker half whose policy is saved and loaded.
+        worker: whose policy is saved and loaded.
     """
 
-    def __init__(self, config: VllmConfig, half: ConnectorWorker) -> None:
+    def __init__(self, config: VllmConfig, worker: ConnectorWorker) -> None:
         self._config = config
-        self._half = half
+        self._worker = worker
         self._identity: ModelIdentity | None = None
         self._identity_of = 0
         """Changes of the weights before ``_identity`` was found out."""
@@ -54,14 +54,14 @@ class StateRpc:
     def save(self, path: str, tenant: str | None) -> StateAnswer:
         """Write this rank's heads of all edges, or of one tenant's, to ``share_path``."""
         require_saveable(self._kind)
-        policy, heads = self._half.config.policy, self._heads()
-        assert self._half.cache is not None
+        policy, heads = self._worker.config.policy, self._heads()
+        assert self._worker.cache is not None
         state = take_from(
-            self._half.learner.policies.get(policy) or create_policy(policy),
+            self._worker.learner.policies.get(policy) or create_policy(policy),
             self._model(),
             heads,
-            layout=self._half.cache.layout.value,
-            options=dict(self._half.config.policy_options),
+            layout=self._worker.cache.layout.value,
+            options=dict(self._worker.config.policy_options),
         )
         share = share_path(Path(path), heads, state.model.kv_heads)
         manifest = write_state(share, state if tenant is None else state.of_tenant(tenant))
@@ -75,7 +75,7 @@ class StateRpc:
         manifest.check_fits(model, self._kind, require_saveable(self._kind), path)
         manifest.check_tenant(tenant, path)
         state = read_state(Path(path), heads=heads, max_bytes=self._largest(heads))
-        budget = self._half.config.state_bytes
+        budget = self._worker.config.state_bytes
         if state.nbytes > budget:
             raise StateFileError(f"{path} needs {state.nbytes} bytes on this worker; state_bytes allows {budget}")
         self._loaded = state
@@ -86,20 +86,20 @@ class StateRpc:
         state, self._loaded = self._loaded, None
         if state is None:
             raise StateFileError("nothing has been loaded")
-        assert self._half.cache is not None
-        with self._half.learner.relearning(self._half.config.policy) as policy:
+        assert self._worker.cache is not None
+        with self._worker.learner.relearning(self._worker.config.policy) as policy:
             if state.tenant is not None and not merge:
                 for edge in policy.edges():
                     if tenant_of(edge.scope) == state.tenant:
                         policy.forget(edge)
-            give_to(policy, state, self._half.cache.device, merge=merge or state.tenant is not None)
+            give_to(policy, state, self._worker.cache.device, merge=merge or state.tenant is not None)
         return StateAnswer(edges=len(state.edges), examples=sum(edge.examples for edge in state.edges))
 
     def clear(self, tenant: str | None) -> StateAnswer:
         """Forget every edge, or one tenant's."""
         forgotten = 0
-        for name in list(self._half.learner.policies):
-            with self._half.learner.relearning(name) as policy:
+        for name in list(self._worker.learner.policies):
+            with self._worker.learner.relearning(name) as policy:
                 for edge in policy.edges():
                     if tenant is None or tenant_of(edge.scope) == tenant:
                         policy.forget(edge)
@@ -109,11 +109,11 @@ class StateRpc:
     @property
     def _kind(self) -> str:
         """The engine's policy without its options: they take effect after learning, so states are free of them."""
-        return self._half.config.policy.partition(":")[0]
+        return self._worker.config.policy.partition(":")[0]
 
     def _heads(self) -> HeadRange:
-        if self._half.disabled or self._half.cache is None or self._half.rope is None:
-            raise StateFileError(f"nothing is learned here: {self._half.disabled or 'there is no paged cache yet'}")
+        if self._worker.disabled or self._worker.cache is None or self._worker.rope is None:
+            raise StateFileError(f"nothing is learned here: {self._worker.disabled or 'there is no paged cache yet'}")
         if self._config.parallel_config.pipeline_parallel_size > 1:
             raise StateFileError("learned corrections cannot be saved or loaded under pipeline parallelism")
         if self._config.parallel_config.data_parallel_size > 1:
@@ -127,17 +127,17 @@ class StateRpc:
     def _largest(self, heads: HeadRange) -> int:
         """Most bytes a file for the whole model may have, so that one rank's share can fit into its budget."""
         total = int(self._config.model_config.get_total_num_kv_heads())
-        return self._half.config.state_bytes * -(-total // heads.count) + (64 << 20)
+        return self._worker.config.state_bytes * -(-total // heads.count) + (64 << 20)
 
     def _model(self) -> ModelIdentity:
-        if not self._half.weights_named:
+        if not self._worker.weights_named:
             raise StateFileError(
                 "the model's weights have been replaced by others than those of a folder: what was learned since "
                 "cannot be kept, because a state file says by a hash of the folder's weights what it fits"
             )
-        if self._identity is None or self._identity_of != self._half.weights:
-            self._identity_of = self._half.weights
-            cache, rope, model = self._half.cache, self._half.rope, self._config.model_config
+        if self._identity is None or self._identity_of != self._worker.weights:
+            self._identity_of = self._worker.weights
+            cache, rope, model = self._worker.cache, self._worker.rope, self._config.model_config
             assert cache is not None and rope is not None
             self._identity = ModelIdentity(
                 name=model.model,

@@ -26,7 +26,7 @@ from kvcomm_integrations.reuse.scratch import Scratch
 from kvcomm_integrations.reuse.transfers import Arriving, ToHost, to_device
 
 PATIENCE = 16
-"""Steps after which a copy is waited for: well before the scheduler half would take it for lost."""
+"""Steps after which a copy is waited for: well before the scheduler would take it for lost."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Arrivals:
         """What has arrived since the last call, and what has been expected for too long.
 
         Yields:
-            the harvest, and what gives its KV and whether that is numbers throughout.
+            the harvest, and what gives its KV and whether that holds no NaN or infinity.
         """
         for expected in list(self._expected.values()):
             expected.asked += 1
@@ -134,7 +134,7 @@ class FusedLoads:
             plain: the same estimate by the plain path, to compare with.
 
         Returns:
-            whether the estimate is numbers throughout; ``None``: the plain path has to write it.
+            whether the estimate holds no NaN or infinity; ``None``: the plain path has to write it.
         """
         if self._kernel is None or correction is None or not self._kernel.takes(reference, correction):
             return None
@@ -209,7 +209,7 @@ class SpanTransfer:
             span: what goes where.
 
         Returns:
-            whether it is numbers throughout; if not, what is there now must not be used.
+            whether it holds no NaN or infinity; if not, what is there now must not be used.
 
         Raises:
             KeyError: the reference is not in the store.

@@ -1,4 +1,4 @@
-"""The worker half: moves tensors as ordered, and decides nothing.
+"""The worker: moves tensors as ordered, and decides nothing.
 
 Per step: fill the external tokens of new requests (load, then repair), let vLLM's forward run, then learn, drop and
 harvest. Whatever goes wrong while filling ends in computing those tokens, never in leaving them as they were.
@@ -292,14 +292,12 @@ class ConnectorWorker:
         for span in job.spans:
             if not self._mover.write(job.policy, job.blocks, span):
                 self._blame(job.policy, span)
-                raise EngineError(
-                    f"the estimate of tokens {span.start} to {span.end} holds numbers that are not finite"
-                )
+                raise EngineError(f"the estimate of tokens {span.start} to {span.end} holds NaN or infinity")
 
     def _blame(self, name: str, span: LoadSpan) -> None:
         """An estimate is not finite: drop the reference if it is to blame, else what its edge has learned."""
         if not is_finite(self.store.get(span.ref_id).kv):
-            self._report.failed[span.ref_id] = "it holds numbers that are not finite"
+            self._report.failed[span.ref_id] = "it holds NaN or infinity"
         elif not span.exact:
             self.learner.forget(name, span.edge)
 
@@ -316,7 +314,7 @@ class ConnectorWorker:
                 "vLLM's forward went round the repair pass that had joined it: set repair=False, report it"
             )
         self._changed = self._changed or bool(meta.drops or meta.harvests)
-        outdated = meta.weights != self.weights  # the scheduler half withdraws what it has ordered, once it has heard
+        outdated = meta.weights != self.weights  # the scheduler withdraws what it has ordered, once it has heard
         if outdated:
             self._report.weights = self.weights
         for audited in () if outdated else meta.audits:
@@ -391,7 +389,7 @@ class ConnectorWorker:
     def _store(self, job: HarvestJob, kv: KV, finite: bool) -> None:
         """Keep what was harvested; from now on it may be promised to requests."""
         if not finite:
-            raise EngineError("the engine's own KV holds numbers that are not finite")
+            raise EngineError("the engine's own KV holds NaN or infinity")
         reference = Reference(
             ref_id=job.ref_id,
             keys=kv.keys,
@@ -425,7 +423,7 @@ class ConnectorWorker:
             truth = self._mover.read(job.blocks, job.start, job.start + job.tokens)
             truth = self.faults.spoil(InjectionPoint.OBSERVE, truth)
             if not is_finite(truth):
-                raise EngineError("the engine's own KV holds numbers that are not finite")
+                raise EngineError("the engine's own KV holds NaN or infinity")
             part = slice(job.offset, job.offset + job.tokens)
             self.learner.learn(job.policy, job.edge, reference, part, truth)
         except KeyError as error:  # a reference that failed to be stored on this rank
