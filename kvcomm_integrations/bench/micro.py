@@ -7,18 +7,16 @@ products. Shares are of the rates that a plain copy and a square product reach o
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoModel
 
 from kvcomm_integrations.bench.admission import admission_steps
+from kvcomm_integrations.bench.harness import print_table, progress, save_json
 from kvcomm_integrations.bench.memory import AGENTS, EXAMPLES, TOKENS, StateSize, state_sizes
 from kvcomm_integrations.bench.peak_rates import Machine, measure_machine, milliseconds
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
@@ -57,38 +55,29 @@ class Replaced:
     tokens: int
     load_ms: float
     prefill_ms: float
-
-    @property
-    def share(self) -> float:
-        """Time of the load in units of the prefill."""
-        return self.load_ms / self.prefill_ms
+    share: float
+    """Time of the load in units of the prefill."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """Everything that one run measures."""
+class Shape:
+    """Layers, KV heads and channels of a head of a model's cache."""
 
-    machine: Machine
-    costs: Sequence[Cost]
-    replaced: Sequence[Replaced]
-    steps: Sequence[tuple[str, float]]
-    """Milliseconds of each step of admission."""
-    sizes: Sequence[StateSize]
+    def __init__(self, config: Any) -> None:
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-class Bench:
+class Bench(Shape):
     """The worker's tensors for a model's shape, filled with random numbers.
 
     Args:
-        model: folder or hub id; only its configuration is read here.
+        config: the model's configuration.
         tokens: length of the content.
         repeats: times each step runs; the median counts.
     """
 
-    def __init__(self, model: str, tokens: int, repeats: int) -> None:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    def __init__(self, config: Any, tokens: int, repeats: int) -> None:
+        super().__init__(config)
         self.tokens, self.repeats = tokens, repeats
         self.rope = Rope.from_hf_config(config)
         self.blocks = tuple(range(2, 2 + -(-(START + tokens) // BLOCK)))
@@ -111,25 +100,22 @@ class Bench:
         """All steps of a load and of what prepares it."""
         kv = 2 * self.layers * self.heads * self.tokens * self.dim * 4
         maps = (self.layers - 1) * self.heads
-        inner = self.ridge.rank + 1
-        correct = 2 * maps * self.tokens * inner * (4 * self.dim + 5)
+        correct = 2 * maps * self.tokens * (self.ridge.rank + 1) * (4 * self.dim + 5)
         features = 2 * self.dim + 4
         learn = 2 * maps * self.tokens * features * (features + 2 * self.dim)
         truth = self.random_kv(self.tokens)
-        return [
-            self._cost("gather", self._gather, 2 * kv),
-            self._cost("correct", lambda: self._load(rotate=False, write=False), 2 * kv, correct),
-            self._cost("correct + rotate", lambda: self._load(write=False), 2 * kv, correct),
-            self._cost("scatter", lambda: self.cache.write(self.blocks, START, self.reference), 2 * kv),
-            self._cost("load (all of these, fused)", self._load, 2 * kv, correct),
-            self._cost("harvest", self._harvest, 2 * kv),
-            self._cost("leverage", lambda: self.ridge.ready(EDGE, self.reference)),
-            self._cost("observe", lambda: self.ridge.observe(EDGE, self.reference, truth), 2 * kv, learn),
-            self._cost("solve after an example", self._solve),
-        ]
-
-    def _cost(self, step: str, work: Callable[[], Any], nbytes: int = 0, flops: int = 0) -> Cost:
-        return Cost(step, self.tokens, milliseconds(work, self.repeats), nbytes, flops)
+        steps: tuple[tuple[str, Callable[[], Any], int, int], ...] = (
+            ("gather", self._gather, 2 * kv, 0),
+            ("correct", lambda: self._load(rotate=False, write=False), 2 * kv, correct),
+            ("correct + rotate", lambda: self._load(write=False), 2 * kv, correct),
+            ("scatter", lambda: self.cache.write(self.blocks, START, self.reference), 2 * kv, 0),
+            ("load (all of these, fused)", self._load, 2 * kv, correct),
+            ("harvest", self._harvest, 2 * kv, 0),
+            ("leverage", lambda: self.ridge.ready(EDGE, self.reference), 0, 0),
+            ("observe", lambda: self.ridge.observe(EDGE, self.reference, truth), 2 * kv, learn),
+            ("solve after an example", self._solve, 0, 0),
+        )
+        return [Cost(name, self.tokens, milliseconds(do, self.repeats), moved, ops) for name, do, moved, ops in steps]
 
     def _gather(self) -> None:
         for _ in self.scratch.copies(self.reference):
@@ -169,76 +155,77 @@ def prefill_ms(model: Any, tokens: int, repeats: int) -> float:
 def run_micro(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench micro``; returns the exit status."""
     torch.manual_seed(args.seed)
-    repeats = args.repeats
-    machine = measure_machine(repeats)
+    config = AutoConfig.from_pretrained(args.model).get_text_config()
     costs: list[Cost] = []
     replaced: list[Replaced] = []
-    model = None
-    if not args.no_prefill:
-        model = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
-    for tokens in args.tokens or SIZES:
-        found = Bench(args.model, tokens, repeats).costs()
-        costs += found
-        load = next(cost.ms for cost in found if cost.step.startswith("load"))
-        if model is not None:
-            replaced.append(Replaced(tokens, load, prefill_ms(model, tokens, min(repeats, 3))))
-    result = Result(machine, costs, replaced, admission_steps(repeats), _sizes(args.model))
-    _show(result)
-    if args.json is not None:
-        _save(result, args.json)
-    return 0
-
-
-def _sizes(model: str) -> list[StateSize]:
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return state_sizes(config.num_hidden_layers, config.num_key_value_heads, dim)
-
-
-def _show(result: Result) -> None:
-    machine = result.machine
+    with progress("measuring the machine") as step:
+        machine = measure_machine(args.repeats)
+        if not args.no_prefill:
+            model = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
+        for tokens in args.tokens or SIZES:
+            step(f"{tokens:,} tokens: steps of a reuse")
+            found = Bench(config, tokens, args.repeats).costs()
+            costs += found
+            if not args.no_prefill:
+                step(f"{tokens:,} tokens: dense prefill")
+                load = next(cost.ms for cost in found if cost.step.startswith("load"))
+                dense = prefill_ms(model, tokens, min(args.repeats, 3))
+                replaced.append(Replaced(tokens, load, dense, load / dense))
+        step("admission, and memory of what is learned")
+        admission, shape = dict(admission_steps(args.repeats)), Shape(config)
+        sizes = state_sizes(shape.layers, shape.heads, shape.dim)
     console = Console(width=120)
-    console.print(
-        f"This machine, {machine.threads} threads: copy {machine.copy_gbps:.1f} GB/s (read and written), "
-        f"product {machine.gemm_gflops:.0f} GFLOP/s"
-    )
-    table = Table(title="Steps of a reuse (medians)")
-    for column in ("step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate"):
-        table.add_column(column, justify="left" if column == "step" else "right")
-    for cost in result.costs:
-        moved = cost.bytes / cost.ms / 1e6 / machine.copy_gbps
-        computed = cost.flops / cost.ms / 1e6 / machine.gemm_gflops
-        table.add_row(
-            cost.step,
-            f"{cost.tokens:,}",
-            f"{cost.ms:.2f}",
-            f"{cost.bytes / 1e6:,.0f}" if cost.bytes else "",
-            f"{moved:.0%}" if cost.bytes else "",
-            f"{cost.flops / 1e6:,.0f}" if cost.flops else "",
-            f"{computed:.0%}" if cost.flops else "",
-        )
-    console.print(table)
-    for line in result.replaced:
+    _show_costs(console, machine, costs)
+    for line in replaced:
         console.print(
             f"{line.tokens:,} tokens: load {line.load_ms:.1f} ms, dense prefill {line.prefill_ms:,.0f} ms: "
             f"{line.share:.2%} (at most {LIMIT:.0%} wanted)"
         )
-    for name, ms in result.steps:
+    for name, ms in admission.items():
         console.print(f"{name}: {ms:.3f} ms")
-    anchors = next(size.team for size in result.sizes if size.policy == "kvcomm")
-    for size in result.sizes:
+    _show_sizes(console, sizes)
+    result = {
+        "machine": asdict(machine),
+        "steps": [asdict(cost) for cost in costs],
+        "replaced": [asdict(line) for line in replaced],
+        "admission_ms": admission,
+        "state": [asdict(size) for size in sizes],
+    }
+    save_json(args, result)
+    return 0
+
+
+def _show_costs(console: Console, machine: Machine, costs: list[Cost]) -> None:
+    console.print(
+        f"This machine, {machine.threads} threads: copy {machine.copy_gbps:.1f} GB/s (read and written), "
+        f"product {machine.gemm_gflops:.0f} GFLOP/s"
+    )
+
+    def share(amount: int, ms: float, rate: float) -> tuple[str, str]:
+        return (f"{amount / 1e6:,.0f}", f"{amount / ms / 1e6 / rate:.0%}") if amount else ("", "")
+
+    print_table(
+        console,
+        "Steps of a reuse (medians)",
+        ["step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate"],
+        (
+            [
+                cost.step,
+                f"{cost.tokens:,}",
+                f"{cost.ms:.2f}",
+                *share(cost.bytes, cost.ms, machine.copy_gbps),
+                *share(cost.flops, cost.ms, machine.gemm_gflops),
+            ]
+            for cost in costs
+        ),
+        left=["step"],
+    )
+
+
+def _show_sizes(console: Console, sizes: list[StateSize]) -> None:
+    anchors = next(size.team for size in sizes if size.policy == "kvcomm")
+    for size in sizes:
         console.print(
             f"state of {size.policy}, {AGENTS} agents, {EXAMPLES} examples of {TOKENS:,} tokens: "
             f"{size.team / 1e9:.3f} GB ({size.edge / 1e6:,.1f} MB an edge), 1/{anchors / size.team:.0f} of full anchors"
         )
-
-
-def _save(result: Result, path: Path) -> None:
-    written = {
-        "machine": asdict(result.machine),
-        "steps": [asdict(cost) for cost in result.costs],
-        "replaced": [{**asdict(line), "share": line.share} for line in result.replaced],
-        "admission_ms": dict(result.steps),
-        "state": [asdict(size) for size in result.sizes],
-    }
-    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

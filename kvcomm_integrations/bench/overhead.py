@@ -7,23 +7,20 @@ time to the first token of one request, and tokens per second of several answers
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
 from statistics import median
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes
-from kvcomm_integrations.bench.scores import as_config
+from kvcomm_integrations.bench.harness import Answer, ask, print_table, progress, save_json
+from kvcomm_integrations.bench.prompting import PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine, PlainEngine
-from kvcomm_integrations.engines.interface import GenerationRequest, SamplingOptions
+from kvcomm_integrations.engines.interface import SamplingOptions
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
 REST = 0.5
@@ -32,42 +29,30 @@ LIMIT = 0.02
 """Most that the connector with reuse off may cost."""
 
 
-@dataclass
-class Pace:
-    """Samples of one engine."""
-
-    ttft_ms: list[float] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-
-
 def run_overhead(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench overhead``; returns the exit status."""
     _share_cores_alike()
-    sizes = Sizes(args.prefix, args.input, args.output)
     shared = {"model": args.model, "max_model_len": args.prefix + args.input + args.output + 64, "seed": args.seed}
     engines = {
         PLAIN: PlainEngine(EngineConfig(**shared)),
         OFF: InProcessEngine(EngineConfig(**shared, reuse=ReuseConfig(enabled=False))),
         ON: InProcessEngine(EngineConfig(**shared)),
     }
-    paces = {name: Pace() for name in engines}
-    try:
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("starting three engines", total=args.rounds)
-            team = PaperTeam(engines[PLAIN].tokenizer, 1, sizes, args.seed)
-            for number in range(-1, args.rounds):
-                order = list(engines) if number % 2 else list(engines)[::-1]
-                for name in order:
-                    pace = paces[name] if number >= 0 else Pace()
-                    _ask(engines[name], team, number, args.together, pace)
-                progress.update(task, advance=1, description="measuring")
-    finally:
+    paces: dict[str, dict[str, list[float]]] = {name: {"ttft_ms": [], "tokens_per_s": []} for name in engines}
+    with ExitStack() as stack:
         for engine in engines.values():
-            engine.close()
+            stack.enter_context(closing(engine))
+        step = stack.enter_context(progress("starting three engines", total=args.rounds + 1))
+        team = PaperTeam(engines[PLAIN].tokenizer, 1, Sizes(args.prefix, args.input, args.output), args.seed)
+        for number in range(-1, args.rounds):
+            for name in list(engines) if number % 2 else list(engines)[::-1]:
+                ttft_ms, tokens_per_s = _pace(engines[name], team, number, args.together)
+                if number >= 0:
+                    paces[name]["ttft_ms"].append(ttft_ms)
+                    paces[name]["tokens_per_s"].append(tokens_per_s)
+            step(f"measuring, round {min(number + 2, args.rounds)} of {args.rounds}", done=1)
     _show(paces, args)
-    if args.json is not None:
-        result = {"engines": {name: vars(pace) for name, pace in paces.items()}, "config": as_config(args)}
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save_json(args, {"engines": paces})
     return 0
 
 
@@ -81,43 +66,44 @@ def _share_cores_alike() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
 
 
-def _ask(engine: InProcessEngine, team: PaperTeam, number: int, together: int, pace: Pace) -> None:
-    """One request for its first token, then several answers at once."""
+def _pace(engine: InProcessEngine, team: PaperTeam, number: int, together: int) -> tuple[float, float]:
+    """Milliseconds to the first token of one request; tokens per second of several answers at once."""
     first = 2 + number * (together + 1)
     time.sleep(REST)
-    *_, last = engine.generate_sync(_request(team, first, 1))
-    pace.ttft_ms.append(last.ttft_ms or 0.0)
-    requests = [_request(team, first + 1 + place, team.sizes.output) for place in range(together)]
+    ttft_ms = _ask(engine, team, first, 1).ttft_ms
+    questions = [first + 1 + place for place in range(together)]
     started = time.monotonic()
     with ThreadPoolExecutor(together) as pool:
-        tokens = sum(pool.map(lambda request: sum(len(d.token_ids) for d in engine.generate_sync(request)), requests))
-    pace.tokens_per_s.append(tokens / (time.monotonic() - started))
+        answers = pool.map(lambda question: _ask(engine, team, question, team.sizes.output), questions)
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return ttft_ms, tokens / (time.monotonic() - started)
 
 
-def _request(team: PaperTeam, number: int, tokens: int) -> GenerationRequest:
+def _ask(engine: InProcessEngine, team: PaperTeam, question: int, tokens: int) -> Answer:
     [agent] = team.names
-    prompt = team.write(agent, team.question(number), {})
-    params = prompt.params(agent=agent, session=f"overhead-{number}", response_name=f"agent:{agent}:response")
+    prompt = team.write(agent, team.question(question), {})
     sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0, ignore_eos=True)
-    return GenerationRequest(prompt, params, sampling)
+    names = {"session": f"overhead-{question}", "response_name": f"agent:{agent}:response"}
+    return ask(engine, prompt, sampling, agent=agent, **names)
 
 
-def _show(paces: dict[str, Pace], args: argparse.Namespace) -> None:
-    table = Table(
-        title=f"Prompts of {args.prefix + args.input} tokens; {args.together} answers of {args.output} at once"
-    )
-    for column in ("engine", "TTFT ms", "of plain", "tokens/s", "of plain"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for name, pace in paces.items():
-        table.add_row(
-            name,
-            f"{median(pace.ttft_ms):.1f}",
-            f"{_ratio(pace.ttft_ms, paces[PLAIN].ttft_ms):.3f}",
-            f"{median(pace.tokens_per_s):.1f}",
-            f"{_ratio(pace.tokens_per_s, paces[PLAIN].tokens_per_s):.3f}",
-        )
+def _show(paces: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
     console = Console(width=120)
-    console.print(table)
+    print_table(
+        console,
+        f"Prompts of {args.prefix + args.input} tokens; {args.together} answers of {args.output} at once",
+        ["engine", "TTFT ms", "of plain", "tokens/s", "of plain"],
+        (
+            [name]
+            + [
+                cell
+                for figure, samples in pace.items()
+                for cell in (f"{median(samples):.1f}", f"{_ratio(samples, paces[PLAIN][figure]):.3f}")
+            ]
+            for name, pace in paces.items()
+        ),
+        left=["engine"],
+    )
     console.print(
         f"Medians; of plain: median of the ratios, round by round. Within {LIMIT:.0%} is wanted with reuse off."
     )

@@ -28,13 +28,12 @@ class Machine:
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     """Median time of ``work`` after one run that does not count, milliseconds."""
-    work()
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
         times.append((time.perf_counter() - started) * 1e3)
-    return median(times)
+    return median(times[1:])
 
 
 def measure_machine(repeats: int) -> Machine:

@@ -1,58 +1,61 @@
-"""What the fidelity benchmarks share: contents to ask about, scores, tables and the plot. Knows no engine."""
+"""What both fidelity benchmarks share: contents to ask about, the order of questions, scores, their table and plot."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from kvcomm_integrations.bench.harness import Step, plot, print_table, save_json
 from kvcomm_integrations.bench.problems import generate_documents, generate_problems, load_questions
+from kvcomm_integrations.bench.prompting import Turn
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.reuse.policies import create_policy
 
 DEFAULT_POLICIES = ("ridge", "kvcomm", "kvcmas", "aligned", "full_share", "cacheblend")
 
+Ask = Callable[[str, str, Sequence[Turn], int, bool], Turn]
+"""Agent, content, what was said about it before, the content's number, whether to learn from it: the agent's turn."""
+
 
 @dataclass
 class Score:
-    """Audits of one policy."""
+    """Audits of one policy, as the worker reports them."""
 
-    kl_first: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    agreement: list[bool] = field(default_factory=list)
-    prefix: list[float] = field(default_factory=list)
-    loaded: list[float] = field(default_factory=list)
-    repaired: list[float] = field(default_factory=list)
+    audits: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, audit: dict[str, Any]) -> None:
-        """Take in one audit as the worker reports it."""
-        same = audit["agreement"]
-        self.kl_first.append(audit["kl"][0])
-        self.kl += audit["kl"]
-        self.agreement += same
-        self.prefix.append(next((i for i, s in enumerate(same) if not s), len(same)) / len(same))
-        self.loaded.append(audit["loaded"] / audit["prompt_tokens"])
-        self.repaired.append(audit["repaired"] / audit["prompt_tokens"])
+        """Take in one audit."""
+        self.audits.append(audit)
 
     def summary(self) -> dict[str, float]:
         """Means over the audits; divergences in nats."""
-        if not self.kl_first:
+        if not self.audits:
             return {"n": 0}
+        same = [audit["agreement"] for audit in self.audits]
         return {
-            "kl_first": mean(self.kl_first),
-            "kl_mean": mean(self.kl),
-            "agreement": mean(self.agreement),
-            "prefix_match": mean(self.prefix),
-            "reuse_rate_tokens": mean(self.loaded),
-            "repaired_share": mean(self.repaired),
-            "n": len(self.kl_first),
+            "kl_first": mean(audit["kl"][0] for audit in self.audits),
+            "kl_mean": mean(kl for audit in self.audits for kl in audit["kl"]),
+            "agreement": mean(chain.from_iterable(same)),
+            "prefix_match": mean([*tokens, False].index(False) / len(tokens) for tokens in same),
+            "reuse_rate_tokens": mean(audit["loaded"] / audit["prompt_tokens"] for audit in self.audits),
+            "repaired_share": mean(audit["repaired"] / audit["prompt_tokens"] for audit in self.audits),
+            "n": len(self.audits),
+        }
+
+    def result(self, calls: int, state_bytes: int, edges: int) -> dict[str, float]:
+        """The summary with the share of ``calls`` that loaded something, and the size of what was learned."""
+        summary = self.summary()
+        return summary | {
+            "reuse_rate_calls": summary["n"] / calls if calls else 0.0,
+            "state_bytes": state_bytes,
+            "state_bytes_per_edge": state_bytes / edges if edges else 0.0,
         }
 
 
@@ -81,19 +84,6 @@ def chosen_contents(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     )
 
 
-def as_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The command line as it is written to JSON."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("command", "small")}
-
-
-def save(result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write the JSON file and the plot, if asked for."""
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if args.plot is not None:
-        _plot(result, args.plot)
-
-
 def _contents(kind: str, file: Path | None, count: int, seed: int, skip: int = 0) -> list[str]:
     if kind == "documents":
         return generate_documents(count, seed, min_tokens=600, max_tokens=1000)
@@ -105,35 +95,52 @@ def _contents(kind: str, file: Path | None, count: int, seed: int, skip: int = 0
     return questions[skip : skip + count]
 
 
+def rounds(
+    step: Step, taught: Sequence[str], measured: Sequence[str], agents: Sequence[str], ask: Ask
+) -> Iterator[tuple[int, bool]]:
+    """Ask all agents about one content after the other, each hearing those before it, those to learn from first.
+
+    Yields:
+        after each content, its number and whether it was one to learn from.
+    """
+    for number, content in enumerate([*taught, *measured]):
+        teach = number < len(taught)
+        place = f"{number + 1} of {len(taught)}" if teach else f"{number + 1 - len(taught)} of {len(measured)}"
+        text = f"{'teaching' if teach else 'measuring'}, content {place}"
+        turns: list[Turn] = []
+        for agent in agents:
+            step(text)
+            turns.append(ask(agent, content, turns, number, teach))
+            step(text, done=1)
+        yield number, teach
+
+
+def save(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write the JSON file and the plot (mean KL against repaired share, a point per policy), if asked for."""
+    save_json(args, result)
+    if args.plot is None:
+        return
+    with plot(args.plot, width=7) as axes:
+        for name, score in result["policies"].items():
+            if score["n"]:
+                axes.scatter(score["repaired_share"], score["kl_mean"])
+                axes.annotate(name, (score["repaired_share"], score["kl_mean"]))
+        axes.set_xlabel("share of prompt tokens repaired")
+        axes.set_ylabel("mean KL to dense over the answer's first tokens, nats")
+
+
 def show_scores(result: dict[str, Any], columns: Sequence[str], console: Console) -> None:
     """Print one row per policy."""
-    table = Table(title="Distance from dense (KL in nats, full vocabulary)")
-    for column in ("policy", *columns):
-        table.add_column(column.replace("_", " "), justify="left" if column == "policy" else "right")
-    for name, score in result["policies"].items():
-        table.add_row(name, *(_number(score.get(column)) for column in columns))
-    console.print(table)
+    print_table(
+        console,
+        "Distance from dense (KL in nats, full vocabulary)",
+        ["policy", *(column.replace("_", " ") for column in columns)],
+        ([name, *(_number(score.get(column)) for column in columns)] for name, score in result["policies"].items()),
+        left=["policy"],
+    )
 
 
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 or (value == int(value) and value >= 2) else f"{value:.4f}"
-
-
-def _plot(result: dict[str, Any], path: Path) -> None:
-    """Mean KL against repaired share, one point per policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5))
-    for name, score in result["policies"].items():
-        if score["n"]:
-            axes.scatter(score["repaired_share"], score["kl_mean"])
-            axes.annotate(name, (score["repaired_share"], score["kl_mean"]))
-    axes.set_xlabel("share of prompt tokens repaired")
-    axes.set_ylabel("mean KL to dense over the answer's first tokens, nats")
-    axes.set_yscale("log")
-    figure.savefig(path, dpi=120)

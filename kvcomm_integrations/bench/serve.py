@@ -8,31 +8,35 @@ before them take, at most ``concurrency`` at once.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from kvcomm_integrations.bench.paper_team import Ids, PaperTeam, Sizes, answering
-from kvcomm_integrations.bench.scores import as_config
+from kvcomm_integrations.bench.harness import ask, percentile, print_table, progress, save_json
+from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
-from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.wire import Mode
 
-GRAPHS = ("full", "chain", "star")
-"""``full``: everybody hears all before; ``chain``: the one before; ``star``: the first only."""
+GRAPHS = {
+    "full": lambda place: range(place),
+    "chain": lambda place: range(max(0, place - 1), place),
+    "star": lambda place: range(min(place, 1)),
+}
+"""Places of the agents whose answers the agent at a place reads: all before it, the one before it, only the first."""
 STORE_BYTES = 4 << 30
+COLUMNS = ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "whole_p50_ms", "whole_p95_ms",
+           "stall_p50_ms", "stall_p99_ms", "hold_p50_ms", "hold_p99_ms")  # fmt: skip
+"""Figures of the printed table."""
 
 
 def heard(graph: str, place: int) -> range:
@@ -41,13 +45,9 @@ def heard(graph: str, place: int) -> range:
     Raises:
         ConfigurationError: no such graph.
     """
-    if graph == "full":
-        return range(place)
-    if graph == "chain":
-        return range(max(0, place - 1), place)
-    if graph == "star":
-        return range(min(place, 1))
-    raise ConfigurationError(f"graph {graph!r} does not exist; choose from {', '.join(GRAPHS)}")
+    if graph not in GRAPHS:
+        raise ConfigurationError(f"graph {graph!r} does not exist; choose from {', '.join(GRAPHS)}")
+    return GRAPHS[graph](place)
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,17 @@ class Served:
     ttft: float
     whole: float
     stall: float
-    hold: float = 0.0
+    hold: float
 
 
-@dataclass
-class Load:
-    """All requests of one way of serving."""
-
-    seconds: float = 0.0
-    """From the first arrival to the last end."""
-    requests: list[Served] = field(default_factory=list)
-
-    def summary(self) -> dict[str, float]:
-        """Throughput and percentiles; milliseconds but for ``requests_per_s``."""
-        result = {"requests": float(len(self.requests)), "requests_per_s": len(self.requests) / self.seconds}
-        for name in ("ttft", "whole", "stall", "hold"):
-            times = [getattr(request, name) * 1e3 for request in self.requests]
-            result |= {f"{name}_p{share}_ms": round(percentile(times, share), 1) for share in (50, 95, 99)}
-        result["ttft_mean_ms"] = round(mean(request.ttft for request in self.requests) * 1e3, 1)
-        return result
-
-
-def percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that at least ``share`` per cent of all do not exceed."""
-    return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
+def summary(requests: Sequence[Served], seconds: float) -> dict[str, float]:
+    """Throughput and percentiles of requests served in so many seconds; milliseconds but for ``requests_per_s``."""
+    result = {"requests": float(len(requests)), "requests_per_s": len(requests) / seconds}
+    for name in ("ttft", "whole", "stall", "hold"):
+        times = [getattr(request, name) * 1e3 for request in requests]
+        result |= {f"{name}_p{share}_ms": round(percentile(times, share), 1) for share in (50, 95, 99)}
+    result["ttft_mean_ms"] = round(mean(request.ttft for request in requests) * 1e3, 1)
+    return result
 
 
 class ServeBench:
@@ -107,25 +94,33 @@ class ServeBench:
         served = []
         for place, agent in enumerate(self.team.names):
             known = {self.team.names[other]: answers[other] for other in heard(self.graph, place)}
-            request = self._request(agent, question, known, number, mode)
+            prompt = self.team.write(agent, question, known)
+            audited = {"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0}
             started = time.monotonic()
-            stamps: list[float] = []
-            answer: list[int] = []
-            hold = 0.0
-            for delta in self.engine.generate_sync(request):
-                stamps.append(time.monotonic())
-                answer.extend(delta.token_ids)
-                if delta.report is not None:
-                    hold = (delta.report.load_ms + delta.report.repair_ms) / 1e3
-            pauses = [after - before for before, after in pairwise(stamps)]
-            served.append(Served(stamps[0] - started, stamps[-1] - started, max(pauses, default=0.0), hold))
-            answers.append(tuple(answer))
+            answer = ask(
+                self.engine,
+                prompt,
+                self.team.answering(agent, number),
+                salt=mode.value,
+                agent=agent,
+                session=f"{mode}-{number}",
+                response_name=f"agent:{agent}:response",
+                mode=mode,
+                **(audited if mode is Mode.OBSERVE and self.audits else {}),
+            )
+            stall = max((after - before for before, after in pairwise(answer.stamps)), default=0.0)
+            report = answer.report
+            hold = (report.load_ms + report.repair_ms) / 1e3 if report is not None else 0.0
+            served.append(Served(answer.stamps[0] - started, answer.stamps[-1] - started, stall, hold))
+            answers.append(answer.tokens)
         return served
 
-    def run(self, numbers: Sequence[int], mode: Mode, concurrency: int, rate: float | None, seed: int) -> Load:
-        """Serve sessions; with a ``rate`` (per second) they arrive by chance, otherwise as soon as there is room."""
+    def run(
+        self, numbers: Sequence[int], mode: Mode, concurrency: int, rate: float | None, seed: int
+    ) -> dict[str, float]:
+        """Serve sessions and sum up; with a ``rate`` (per second) they arrive by chance, otherwise as soon as there
+        is room. The time counts from the first arrival to the last end."""
         arrivals = random.Random(seed)
-        load = Load()
         started = time.monotonic()
         with ThreadPoolExecutor(concurrency) as pool:
             jobs = []
@@ -133,22 +128,8 @@ class ServeBench:
                 jobs.append(pool.submit(self.session, number, mode))
                 if rate is not None:
                     time.sleep(arrivals.expovariate(rate))
-            for job in jobs:
-                load.requests.extend(job.result())
-        load.seconds = time.monotonic() - started
-        return load
-
-    def _request(
-        self, agent: str, question: Ids, known: Mapping[str, Ids], number: int, mode: Mode
-    ) -> GenerationRequest:
-        prompt = self.team.write(agent, question, known)
-        params = prompt.params(
-            agent=agent, session=f"{mode}-{number}", response_name=f"agent:{agent}:response", mode=mode
-        )
-        if mode is Mode.OBSERVE and self.audits:
-            params = params.model_copy(update={"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0})
-        sampling = answering(self.team.sizes.output, seed=1000 * number + self.team.names.index(agent))
-        return GenerationRequest(prompt, params, sampling, cache_salt=mode.value)
+            requests = [request for job in jobs for request in job.result()]
+        return summary(requests, time.monotonic() - started)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -160,57 +141,43 @@ def run_serve(args: argparse.Namespace) -> int:
     heard(args.graph, 0)
     sizes = Sizes(args.prefix, args.input, args.output)
     reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
-    longest = sizes.prefix + sizes.input + args.agents * (sizes.output + 32) + 64
-    engine = InProcessEngine(
-        EngineConfig(
-            model=args.model, max_model_len=longest, max_num_seqs=max(args.concurrency), seed=args.seed, reuse=reuse
-        )
-    )
+    most, longest = max(args.concurrency), sizes.longest(args.agents) + 64
+    config = EngineConfig(model=args.model, max_model_len=longest, max_num_seqs=most, seed=args.seed, reuse=reuse)
     results = []
-    try:
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("starting vLLM", total=None)
-            team = PaperTeam(engine.tokenizer, args.agents, sizes, args.seed)
-            bench = ServeBench(engine, team, args.graph, audits=args.small_divergence > 0)
-            progress.update(task, description="learning")
-            bench.run(range(args.warmup), Mode.OBSERVE, min(args.warmup, max(args.concurrency)), None, args.seed)
-            bench.run(range(1), Mode.DENSE, 1, None, args.seed)
-            first = args.warmup
-            for place, concurrency in enumerate(args.concurrency):
+    with closing(InProcessEngine(config)) as engine, progress() as step:
+        team = PaperTeam(engine.tokenizer, args.agents, sizes, args.seed)
+        bench = ServeBench(engine, team, args.graph, audits=args.small_divergence > 0)
+        step("learning")
+        bench.run(range(args.warmup), Mode.OBSERVE, min(args.warmup, most), None, args.seed)
+        bench.run(range(1), Mode.DENSE, 1, None, args.seed)
+        for place, concurrency in enumerate(args.concurrency):
+            first = args.warmup + place * args.sessions
+            line: dict[str, Any] = {"concurrency": concurrency}
+            for mode in (Mode.DENSE, Mode.AUTO) if place % 2 else (Mode.AUTO, Mode.DENSE):
+                step(f"{concurrency} sessions at once, {mode}")
                 numbers = range(first, first + args.sessions)
-                first += args.sessions
-                line: dict[str, Any] = {"concurrency": concurrency}
-                ways = (Mode.DENSE, Mode.AUTO) if place % 2 else (Mode.AUTO, Mode.DENSE)
-                for mode in ways:
-                    progress.update(task, description=f"{concurrency} sessions at once, {mode}")
-                    line[mode.value] = bench.run(numbers, mode, concurrency, args.rate, args.seed).summary()
-                    engine.drain(timeout=120)
-                results.append(line)
-    finally:
-        engine.close()
+                line[mode.value] = bench.run(numbers, mode, concurrency, args.rate, args.seed)
+                engine.drain(timeout=120)
+            results.append(line)
     _show(results, args)
-    if args.json is not None:
-        result = {"load": results, "config": as_config(args)}
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save_json(args, {"load": results})
     return 0
 
 
 def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     loop = "closed loop" if args.rate is None else f"{args.rate:g} sessions a second"
-    table = Table(title=f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens")
-    columns = ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "whole_p50_ms", "whole_p95_ms",
-               "stall_p50_ms", "stall_p99_ms", "hold_p50_ms", "hold_p99_ms")  # fmt: skip
-    for column in ("sessions", "way", *columns):
-        table.add_column(column.removesuffix("_ms"), justify="right")
-    for line in results:
-        for mode in (Mode.DENSE, Mode.AUTO):
-            figures = line[mode.value]
-            cells = (
-                f"{figures[column]:,.2f}" if "per_s" in column else f"{figures[column]:,.0f}" for column in columns
-            )
-            table.add_row(str(line["concurrency"]), "dense" if mode is Mode.DENSE else "reuse", *cells)
     console = Console(width=140)
-    console.print(table)
+    print_table(
+        console,
+        f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens",
+        [column.removesuffix("_ms") for column in ("sessions", "way", *COLUMNS)],
+        (
+            [str(line["concurrency"]), way]
+            + [f"{line[mode][column]:,.{2 if 'per_s' in column else 0}f}" for column in COLUMNS]
+            for line in results
+            for mode, way in ((Mode.DENSE, "dense"), (Mode.AUTO, "reuse"))
+        ),
+    )
     for line in results:
         ratio = line["auto"]["requests_per_s"] / line["dense"]["requests_per_s"]
         console.print(f"{line['concurrency']} sessions at once: {ratio:.2f} times the requests of dense")

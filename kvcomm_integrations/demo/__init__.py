@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from pathlib import Path
-from typing import Any
 
 from kvcomm_integrations.bench.problems import generate_problems, load_questions
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
@@ -15,9 +12,6 @@ DEFAULT_ROUNDS = 4
 DEFAULT_MAX_TOKENS = 128
 WARM_UP = 2
 """Questions before the measured ones; they are answered densely and teach the corrections."""
-
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
-"""Environment that keeps the engine's start-up chatter away from the demo's table; the user's own values win."""
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -35,13 +29,12 @@ def run_demo(args: argparse.Namespace) -> int:
         ) from error
     from kvcomm_integrations.demo.measure import compare
     from kvcomm_integrations.demo.table import as_json, show
+    from kvcomm_integrations.demo_model import prepare_demo_model, quiet_engine
 
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    if args.json is not None:
-        _check_writable(args.json)
-    if args.report is not None:
-        _check_writable(args.report)
+    quiet_engine()
+    for path in filter(None, (args.json, args.report)):
+        if not path.resolve().parent.is_dir():
+            raise ConfigurationError(f"cannot write {path}: the folder {path.resolve().parent} does not exist")
     rounds = args.rounds or DEFAULT_ROUNDS
     questions = load_questions(args.questions) if args.questions else _own_questions(rounds + WARM_UP, args.seed)
     if len(questions) < rounds + WARM_UP:
@@ -49,7 +42,7 @@ def run_demo(args: argparse.Namespace) -> int:
             f"{rounds} rounds need {rounds + WARM_UP} questions ({WARM_UP} to warm up), but there are {len(questions)}"
         )
     comparison = compare(
-        model=args.model or demo_model(),
+        model=args.model or prepare_demo_model(),
         warm_up=questions[:WARM_UP],
         questions=questions[WARM_UP : rounds + WARM_UP],
         agents=args.agents,
@@ -58,7 +51,10 @@ def run_demo(args: argparse.Namespace) -> int:
     )
     show(comparison)
     if args.json is not None:
-        _write(args.json, as_json(comparison))
+        try:
+            args.json.write_text(json.dumps(as_json(comparison), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {args.json}: {error.strerror}") from error
     if args.report is not None:
         runs = comparison.runs
         written = (runs.to_jsonl if args.report.suffix in (".json", ".jsonl") else runs.to_html)(args.report)
@@ -70,30 +66,3 @@ def _own_questions(count: int, seed: int) -> list[str]:
     """Two word problems in one question, so that there is something to share."""
     problems = generate_problems(2 * count, seed)
     return [f"{a.question} And then: {b.question}" for a, b in zip(problems[::2], problems[1::2], strict=True)]
-
-
-def prepare_environment() -> str:
-    """Quiet the engine's start-up and return the demo model's folder, preparing it if need be."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    return demo_model()
-
-
-def demo_model() -> str:
-    """Folder of the demo model, converting it if need be."""
-    from kvcomm_integrations.demo_model import ensure_demo_model
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return str(ensure_demo_model())
-
-
-def _check_writable(path: Path) -> None:
-    if not path.resolve().parent.is_dir():
-        raise ConfigurationError(f"cannot write {path}: the folder {path.resolve().parent} does not exist")
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error

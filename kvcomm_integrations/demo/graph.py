@@ -1,4 +1,4 @@
-"""The demo's application: a fully connected LangGraph, as anybody would write it. Nothing here knows of reuse."""
+"""The demo's application: a fully connected LangGraph, as anybody would write it. Reuse shows nowhere in it."""
 
 from __future__ import annotations
 

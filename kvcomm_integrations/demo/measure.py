@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+from kvcomm_integrations.bench.harness import progress
 from kvcomm_integrations.bench.roles import ROLES
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.demo.graph import team
@@ -101,22 +99,14 @@ def compare(
         "reuse": team(ChatKVComm(mode=Mode.AUTO, tenant="reuse", **shared), names),
     }
     calls = {name: AgentCalls(name) for name in names}
-    console = Console(stderr=True)
-    with _progress(console) as progress:
-        task = progress.add_task("starting vLLM", total=agents * (len(warm_up) + 2 * len(questions)))
-
-        def done(label: str) -> None:
-            progress.update(task, advance=1, description=label)
-            if not console.is_terminal:  # a bar would show only at the end
-                console.print(label)
-
+    with progress(total=agents * (len(warm_up) + 2 * len(questions))) as step:
         for number, question in enumerate(warm_up, 1):
             for name, _ in _run(teacher, question):
-                done(f"warm-up {number} of {len(warm_up)}: {name}")
+                step(f"warm-up {number} of {len(warm_up)}: {name}", done=1)
         for number, question in enumerate(questions, 1):
             for way, graph in ways.items():
                 for name, call in _run(graph, question):
-                    done(f"question {number} of {len(questions)}, {way}: {name} {call.ttft_ms:.0f} ms")
+                    step(f"question {number} of {len(questions)}, {way}: {name} {call.ttft_ms:.0f} ms", done=1)
                     getattr(calls[name], way).append(call)
     config = {
         "model": model,
@@ -137,14 +127,3 @@ def _run(graph: Any, question: str) -> Iterator[tuple[str, Call]]:
             message = state["messages"][-1]
             ours = message.response_metadata["kvcomm"]
             yield name, Call(message.text, ours["ttft_ms"], RequestReport.model_validate(ours["report"]))
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )

@@ -5,31 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from kvcomm_integrations.bench.harness import print_table
 from kvcomm_integrations.demo.measure import AgentCalls, Comparison
+
+TOKENS = ("prompt_tokens", "exact", "loaded", "repaired", "computed")
 
 
 def show(comparison: Comparison) -> None:
     """Print one line per agent to standard output."""
-    table = Table(title="Time to first token, dense with prefix caching against KV reuse (medians)")
-    table.add_column("agent")
-    headings = ("prompt", "exact", "loaded", "repaired", "computed", "dense ms", "reuse ms", "speed-up", "identical")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for agent in comparison.agents:
-        table.add_row(
-            agent.name,
-            *(f"{agent.tokens(kind):.0f}" for kind in ("prompt_tokens", "exact", "loaded", "repaired", "computed")),
-            f"{agent.ttft_dense_ms:.0f}",
-            f"{agent.ttft_reuse_ms:.0f}",
-            f"{agent.speedup:.2f}x",
-            f"{agent.identical:.0%}",
-        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    console.print(table)
+    print_table(
+        console,
+        "Time to first token, dense with prefix caching against KV reuse (medians)",
+        ["agent", "prompt", *TOKENS[1:], "dense ms", "reuse ms", "speed-up", "identical"],
+        (
+            (
+                agent.name,
+                *(f"{agent.tokens(kind):.0f}" for kind in TOKENS),
+                f"{agent.ttft_dense_ms:.0f}",
+                f"{agent.ttft_reuse_ms:.0f}",
+                f"{agent.speedup:.2f}x",
+                f"{agent.identical:.0%}",
+            )
+            for agent in comparison.agents
+        ),
+        left=["agent"],
+    )
     dense_runs = sum(agent.learning for agent in comparison.agents[1:])
     console.print(
         "Tokens: exact = prefix cache, loaded = another agent's KV, repaired = computed in the repair pass, computed = "
@@ -47,7 +51,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def _agent(agent: AgentCalls) -> dict[str, Any]:
     return {
         "name": agent.name,
-        **{kind: agent.tokens(kind) for kind in ("prompt_tokens", "exact", "loaded", "repaired", "computed")},
+        **{kind: agent.tokens(kind) for kind in TOKENS},
         "ttft_dense_ms": round(agent.ttft_dense_ms, 1),
         "ttft_reuse_ms": round(agent.ttft_reuse_ms, 1),
         "speedup": round(agent.speedup, 2),

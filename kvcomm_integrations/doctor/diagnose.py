@@ -1,30 +1,20 @@
-"""``kvcomm doctor`` on the command line. Imports what it needs only when it runs."""
+"""All checks of ``kvcomm doctor``, one after another."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvcomm_integrations.doctor.finding import Finding
+from rich.console import Console
 
-
-def add_commands(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
-    parser = subcommands.add_parser(
-        "doctor", help="check this machine and a model, say what is wrong and what to do; status 1 if something is"
-    )
-    parser.add_argument("--model", help="folder or hub id of the model (default: SmolLM2-135M, prepared on first use)")
-    parser.add_argument("--no-run", action="store_true", help="start no engine")
-    parser.set_defaults(command=_doctor)
+from kvcomm_integrations.demo_model import prepare_demo_model
+from kvcomm_integrations.doctor import machine
+from kvcomm_integrations.doctor.finding import Finding, State, bad, show, skipped
+from kvcomm_integrations.errors import KVCommError
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from kvcomm_integrations.doctor.finding import show
-
+def run_doctor(args: argparse.Namespace) -> int:
+    """Run ``kvcomm doctor``; returns the exit status."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=1000)
@@ -38,17 +28,12 @@ def examine(model: str | None, *, run: bool) -> Iterator[Finding]:
         model: folder or hub id; ``None`` is the demo model.
         run: start an engine too.
     """
-    from kvcomm_integrations.demo import prepare_environment
-    from kvcomm_integrations.doctor import machine
-    from kvcomm_integrations.doctor.finding import Finding, State
-    from kvcomm_integrations.errors import KVCommError
-
     yield machine.python()
     yield machine.frameworks()
     torch = machine.torch()
     yield torch
     if torch.state is State.BAD:
-        yield Finding("Everything else", State.SKIPPED, "needs PyTorch")
+        yield skipped("Everything else", "needs PyTorch")
         return
     if (vision := machine.torchvision()) is not None:
         yield vision
@@ -56,9 +41,9 @@ def examine(model: str | None, *, run: bool) -> Iterator[Finding]:
     vllm = machine.vllm()
     yield vllm
     try:
-        name = model or prepare_environment()
+        name = model or prepare_demo_model()
     except KVCommError as err:
-        yield Finding("Model", State.BAD, str(err), "name another one with --model")
+        yield bad("Model", str(err), "name another one with --model")
         return
     from kvcomm_integrations.doctor.model import attention, tokenizer
 
@@ -67,9 +52,9 @@ def examine(model: str | None, *, run: bool) -> Iterator[Finding]:
     tokens = tokenizer(name)
     yield from tokens
     if not run:
-        yield Finding("Engine", State.SKIPPED, "not started (--no-run)")
+        yield skipped("Engine", "not started (--no-run)")
     elif State.BAD in {vllm.state, attended.state, tokens[0].state}:
-        yield Finding("Engine", State.SKIPPED, "not started: see what is bad above")
+        yield skipped("Engine", "not started: see what is bad above")
     else:
         from kvcomm_integrations.doctor.smoke import smoke
 

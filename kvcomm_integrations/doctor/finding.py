@@ -34,6 +34,26 @@ class Finding:
     """What to do; empty if there is nothing to do."""
 
 
+def good(name: str, found: str) -> Finding:
+    """A check that passed."""
+    return Finding(name, State.GOOD, found)
+
+
+def weak(name: str, found: str, remedy: str) -> Finding:
+    """A check that found something that could be better."""
+    return Finding(name, State.WEAK, found, remedy)
+
+
+def bad(name: str, found: str, remedy: str) -> Finding:
+    """A check that failed."""
+    return Finding(name, State.BAD, found, remedy)
+
+
+def skipped(name: str, why: str) -> Finding:
+    """A check that could not be made."""
+    return Finding(name, State.SKIPPED, why)
+
+
 def show(findings: Iterable[Finding], console: Console) -> int:
     """Print findings as they come.
 

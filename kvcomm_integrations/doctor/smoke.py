@@ -8,7 +8,7 @@ from typing import Any
 from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.chat.runtime import ChatRuntime
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.doctor.finding import Finding, State
+from kvcomm_integrations.doctor.finding import Finding, bad, good, weak
 from kvcomm_integrations.doctor.model import SHARED
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.engines.interface import SamplingOptions
@@ -35,10 +35,10 @@ def smoke(model: str) -> Iterator[Finding]:
         for agent in ("planner", "solver", "critic"):
             _ask(runtime, agent)
         stats = engine.call_workers("kvcomm_stats")
-        yield Finding("Engine", State.GOOD, "started, and answered three agents")
+        yield good("Engine", "started, and answered three agents")
         yield from judge(stats, engine.repair_refusal, runtime.runs.records())
     except KVCommError as err:
-        yield Finding("Engine", State.BAD, str(err), "the message above, and vLLM's log before it, say why")
+        yield bad("Engine", str(err), "the message above, and vLLM's log before it, say why")
     finally:
         engine.close()
 
@@ -60,32 +60,28 @@ def judge(stats: list[dict[str, Any]], repair_refusal: str | None, records: list
     disabled = next((worker["disabled"] for worker in stats if worker.get("disabled")), "")
     layouts = {str(worker.get("layout", "")) for worker in stats}
     if disabled or not all(layouts):
-        yield Finding(
+        yield bad(
             "Cache layout",
-            State.BAD,
             disabled or "the workers have not recognised the cache's layout",
             "reuse is off for this model on this machine; requests are served densely",
         )
         return
-    yield Finding("Cache layout", State.GOOD, f"{', '.join(sorted(layouts))}, read back what the engine wrote")
+    yield good("Cache layout", f"{', '.join(sorted(layouts))}, read back what the engine wrote")
     if all(worker.get("verified") for worker in stats):
-        yield Finding("Rotary positions", State.GOOD, "keys of the same token agree at different positions")
+        yield good("Rotary positions", "keys of the same token agree at different positions")
     else:
-        yield Finding("Rotary positions", State.BAD, "the self-check has not passed", "report the model's rope_scaling")
+        yield bad("Rotary positions", "the self-check has not passed", "report the model's rope_scaling")
     if repair_refusal:
-        yield Finding(
+        yield weak(
             "Repair pass",
-            State.WEAK,
             repair_refusal,
             "reuse stops at the first text nobody has seen; the rest is computed",
         )
     else:
-        yield Finding("Repair pass", State.GOOD, "available")
+        yield good("Repair pass", "available")
     best = max(records[1:], key=lambda record: record.loaded, default=None)
     if best is not None and best.loaded:
-        yield Finding(
-            "Reuse", State.GOOD, f"the {best.agent} loaded {best.loaded} of {best.prompt_tokens} prompt tokens"
-        )
+        yield good("Reuse", f"the {best.agent} loaded {best.loaded} of {best.prompt_tokens} prompt tokens")
     else:
         reason = next((record.reason for record in reversed(records) if record.reason), "no reason was given")
-        yield Finding("Reuse", State.BAD, f"no agent loaded anything: {reason}", "see docs/troubleshooting.md")
+        yield bad("Reuse", f"no agent loaded anything: {reason}", "see docs/troubleshooting.md")

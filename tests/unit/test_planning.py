@@ -27,12 +27,17 @@ def test_figures(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--tokens", "0"], "tokens must be at least 1"),
+        (["--tokens", "0"], "must be at least 1, got 0"),
+        (["--contents", "0"], "must be at least 1, got 0"),
         (["--tokens", "9000", "--contents", "3"], "ask for more contents"),
     ],
 )
 def test_impossible_wishes(
     demo_model: Path, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
 ) -> None:
-    assert planning.main(["--model", str(demo_model), "--repeats", "1", *options]) == 2
+    try:
+        status = cli.main(["bench", "planning", "--model", str(demo_model), "--repeats", "1", *options])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
     assert complaint in capsys.readouterr().err

@@ -15,7 +15,8 @@ from kvcomm_integrations import cli
 from kvcomm_integrations.bench import overhead, serve, ttft
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.memory import state_sizes
-from kvcomm_integrations.bench.paper_team import PaperTeam, Sizes, answering
+from kvcomm_integrations.bench.harness import percentile
+from kvcomm_integrations.bench.prompting import PaperTeam, Sizes
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest
@@ -104,7 +105,10 @@ def test_ttft(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyte
     out, plot = tmp_path / "ttft.json", tmp_path / "ttft.png"
     options = ["--model", str(demo_model), "--fast", "--json", str(out), "--plot", str(plot)]
     assert cli.main(["bench", "ttft", *options]) == 0
-    assert "Time to first token" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Time to first token" in shown.out
+    assert "128/256/64: planner answers 2 questions" in shown.err.splitlines()
+    assert "128/256/64: round 1: solver, ridge" in shown.err.splitlines()
     result = json.loads(out.read_text())
     assert [agent["index"] for agent in result["agents"]] == [1, 2, 3]
     for agent in result["agents"]:
@@ -190,9 +194,12 @@ def test_only_where_audits_can_prove_edges_are_there_audits(
         assert not any(request.params.audit for request in engine.requests if not request.params.teach)
 
 
-def test_answers_are_drawn_and_the_same_in_every_run() -> None:
-    assert answering(32, seed=7) == answering(32, seed=7)
-    assert answering(32, seed=7).temperature
+def test_answers_are_drawn_and_the_same_in_every_run(demo_model: Path) -> None:
+    one, other = (PaperTeam(ChatTokenizer.from_pretrained(demo_model), 2, Sizes(120, 300, 32)) for _ in range(2))
+    sampling = one.answering("solver", 7)
+    assert sampling == other.answering("solver", 7)
+    assert sampling.temperature and (sampling.min_tokens, sampling.max_tokens) == (32, 32)
+    assert sampling.seed not in (one.answering("solver", 8).seed, one.answering("planner", 7).seed)
 
 
 def test_overhead(
@@ -225,10 +232,9 @@ def test_who_hears_whom(graph: str, expected: list[int]) -> None:
 
 
 def test_percentiles() -> None:
-    assert [serve.percentile(range(1, 101), share) for share in (50, 95, 99)] == [50, 95, 99]
-    assert serve.percentile([7.0], 99) == 7.0
-    samples = ttft.Samples(ttft_ms=[3.0, 1.0, 2.0])
-    assert (samples.median, samples.p95) == (2.0, 3.0)
+    assert [percentile(range(1, 101), share) for share in (50, 95, 99)] == [50, 95, 99]
+    assert percentile([7.0], 99) == 7.0
+    assert [percentile([3.0, 1.0, 2.0], share) for share in (50, 95)] == [2.0, 3.0]
 
 
 def test_micro(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

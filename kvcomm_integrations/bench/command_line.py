@@ -1,0 +1,179 @@
+"""``kvcomm bench`` on the command line: the options of every benchmark, which is imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Subcommands = argparse._SubParsersAction
+
+MODEL_HELP = "folder or hub id of the model (default: SmolLM2-135M, prepared on first use)"
+
+COUNTS: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "micro": (("repeats", 9, "runs of each step"),),
+    "ttft": (
+        ("agents", 5, "fully connected"),
+        ("warmup", 4, "rounds to learn from"),
+        ("rounds", 5, "rounds measured"),
+        ("from-agent", 1, "first agent measured"),
+    ),
+    "serve": (
+        ("agents", 5, "of each team"),
+        ("prefix", 512, "tokens of a system prompt"),
+        ("input", 1024, "tokens of the question"),
+        ("output", 32, "tokens of an answer"),
+        ("sessions", 16, "sessions measured"),
+        ("warmup", 4, "sessions to learn from"),
+    ),
+    "overhead": (
+        ("prefix", 64, "tokens of the system prompt"),
+        ("input", 512, "tokens of the question"),
+        ("output", 32, "tokens of an answer"),
+        ("rounds", 9, "rounds measured"),
+        ("together", 4, "answers at once"),
+    ),
+    "fidelity": (
+        ("agents", 4, "fully connected"),
+        ("measure", 15, "contents to measure on"),
+        ("max-tokens", 48, "length of answers, tokens"),
+        ("tokens", 32, "positions compared"),
+    ),
+    "planning": (("contents", 200, "known contents"), ("repeats", 20, "prompts per length")),
+    "isolation": (("guesses", 15, "contents"),),
+}
+"""Options that are whole numbers from 1 on: name, default, meaning."""
+
+FAST: dict[str, dict[str, Any]] = {
+    "micro": {"repeats": 3},
+    "ttft": {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0},
+    "serve": {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]},
+    "overhead": {"input": 128, "output": 8, "rounds": 2, "together": 2},
+}
+"""What ``--fast`` sets."""
+
+
+def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
+    """Add ``bench`` and its kinds."""
+    bench = subcommands.add_parser("bench", help="measure, on this machine")
+    kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    _add_micro(_benchmark(kinds, "micro", "what each step of a reuse costs, against what the machine can do"))
+    _add_ttft(_benchmark(kinds, "ttft", "time to each agent's first token, dense with prefix caching against reuse"))
+    _add_serve(_benchmark(kinds, "serve", "many teams at once: throughput, latency and stalls, dense against reuse"))
+    _benchmark(kinds, "overhead", "plain vLLM against the connector where nothing is reused")
+    _add_fidelity(_benchmark(kinds, "fidelity", "how far every policy is from dense, on the real engine"))
+    _add_lengths(
+        _benchmark(kinds, "planning", "what finding contents and building prompts costs, without an engine"),
+        "length of prompts; repeatable",
+    )
+    _benchmark(kinds, "isolation", "can one tenant find out by timing what another has sent?")
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is less.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def add_count(parser: argparse.ArgumentParser, flag: str, text: str, **more: Any) -> None:
+    """Add an option that takes a whole number from 1 on."""
+    parser.add_argument(flag, type=at_least_one, metavar="N", help=text, **more)
+
+
+def _benchmark(kinds: Subcommands[argparse.ArgumentParser], kind: str, text: str) -> argparse.ArgumentParser:
+    """A benchmark with the options that all have, and its numbers. ``planning`` draws nothing, so it has no seed."""
+    parser = kinds.add_parser(kind, help=text)
+    parser.add_argument("--model", help=MODEL_HELP)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+    if kind in FAST:
+        parser.add_argument("--fast", action="store_true", help="smaller and fewer runs, to see that it works")
+    if kind != "planning":
+        parser.add_argument("--seed", type=int, default=0)
+    for name, default, meaning in COUNTS[kind]:
+        add_count(parser, f"--{name}", f"{meaning} (%(default)s)", default=default)
+
+    def run(args: argparse.Namespace) -> int:
+        from kvcomm_integrations.demo_model import prepare_demo_model
+
+        args.model = args.model or prepare_demo_model()
+        if kind in FAST and args.fast:
+            vars(args).update(FAST[kind])
+        module = "hf_fidelity" if getattr(args, "hf", False) else "plan_cost" if kind == "planning" else kind
+        command: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), f"run_{module}")
+        return int(command(args))
+
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_micro(parser: argparse.ArgumentParser) -> None:
+    _add_lengths(parser, "length of the content; repeatable")
+    parser.add_argument("--no-prefill", action="store_true", help="do not compare with a dense prefill of the model")
+
+
+def _add_ttft(parser: argparse.ArgumentParser) -> None:
+    for flag, default, what in (
+        ("--prefix", 512, "an agent's system prompt"),
+        ("--input", 1024, "the question"),
+        ("--output", 512, "an answer, forced to this length"),
+    ):
+        text = f"tokens of {what} ({default}); with several, every combination is measured"
+        add_count(parser, flag, text, nargs="+", default=[default])
+    parser.add_argument("--policies", default="ridge", metavar="A,B", help="ways of reuse (%(default)s)")
+    parser.add_argument("--warm-rounds", type=int, default=1, metavar="N", help="timed but not counted (%(default)s)")
+    parser.add_argument("--repair-depth", type=int, metavar="N", help="most tokens repaired per content (engine's own)")
+    _add_small_divergence(parser)
+    parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
+    add_count(parser, "--concurrency", "sessions at once (1 8)", nargs="+", default=[1, 8])
+    parser.add_argument("--rate", type=float, metavar="R", help="sessions that arrive per second, by chance")
+    _add_small_divergence(parser)
+
+
+def _add_fidelity(parser: argparse.ArgumentParser) -> None:
+    kinds = ("problems", "documents")
+    parser.add_argument(
+        "--hf",
+        action="store_true",
+        help="on Hugging Face transformers instead, with errors of keys and values by layer",
+    )
+    parser.add_argument("--questions", type=Path, metavar="FILE", help='JSONL with {"question": ...}, such as GSM8K')
+    parser.add_argument("--contents", choices=kinds, default="problems", help="what agents share")
+    parser.add_argument("--measure-contents", choices=kinds, help="what they share while measured, if different")
+    parser.add_argument("--warmup", type=int, default=16, metavar="N", help="contents to learn from")
+    parser.add_argument(
+        "--policies",
+        metavar="A,B",
+        help="policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)",
+    )
+    parser.add_argument(
+        "--gate", choices=("maturity", "entropy"), default="maturity", help="entropy: as in the papers (%(default)s)"
+    )
+    _add_small_divergence(parser)
+    parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw divergence against repaired share")
+
+
+def _add_lengths(parser: argparse.ArgumentParser, text: str) -> None:
+    add_count(parser, "--tokens", text, action="append")
+
+
+def _add_small_divergence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--small-divergence",
+        type=float,
+        default=0.0,
+        metavar="NATS",
+        help="let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)",
+    )
