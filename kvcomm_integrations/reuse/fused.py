@@ -64,7 +64,6 @@ class FusedCache:
     def takes(self, reference: KV, correction: Correction) -> bool:
         """Whether the kernel can write this estimate: of the cache's type and shape, its map on the cache's device."""
         layers, kv_heads, _, dim = reference.keys.shape
-        parts = correction.map.parts
         heads, inner, _ = correction.map.down_keys.shape
         return (
             (layers, kv_heads, dim) == (len(self._layers), self._kv_heads, self._dim)
@@ -72,8 +71,8 @@ class FusedCache:
             and dim <= MAX_DIM
             and 1 < inner <= MAX_RANK + 1
             and all(part.dtype == self.dtype and part.device == self.device for part in reference)
-            and all(part.dtype == torch.float32 and part.device == self.device for part in parts)
-            and all(part.is_contiguous() for part in parts)
+            and all(part.dtype == torch.float32 and part.device == self.device for part in correction.map)
+            and all(part.is_contiguous() for part in correction.map)
         )
 
     def write(
@@ -106,7 +105,7 @@ class FusedCache:
             *reference.keys.stride(),
             reference.values,
             *reference.values.stride(),
-            *affine.parts,
+            *affine,
             correction.position.contiguous(),
             cosines,
             sines,

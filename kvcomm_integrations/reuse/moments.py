@@ -17,17 +17,15 @@ CHUNK = 512
 
 @dataclass(eq=False)
 class Moments:
-    """Moments of rows of which the first ``features`` channels explain all channels, for a batch of row sets.
+    """Moments of a batch of row sets, where the first ``features`` channels of a row explain all its channels.
 
     Args:
-        features: channels that explain.
-        rows: rows seen, the same in every set of the batch.
-        mean: ``(batch, channels)``, float32.
+        rows: rows seen, the same number in every set of the batch.
+        mean: mean of each channel, ``(batch, channels)``, float32.
         scatter: products of the explaining channels with all, summed around the means,
             ``(batch, features, channels)``, float32.
     """
 
-    features: int
     rows: int
     mean: torch.Tensor
     scatter: torch.Tensor
@@ -36,15 +34,20 @@ class Moments:
     def empty(cls, batch: int, features: int, channels: int, device: torch.device) -> Moments:
         """Moments of no rows."""
         mean = torch.zeros(batch, channels, device=device)
-        return cls(features, 0, mean, torch.zeros(batch, features, channels, device=device))
+        return cls(0, mean, torch.zeros(batch, features, channels, device=device))
+
+    @property
+    def features(self) -> int:
+        """Channels that explain, counted from the first."""
+        return self.scatter.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes, whatever was seen."""
+        """Bytes, which do not depend on how many rows were seen."""
         return self.mean.nbytes + self.scatter.nbytes
 
     def add(self, rows: torch.Tensor) -> None:
-        """Take in rows ``(batch, rows, channels)`` in float32. The tensor is used as working memory and overwritten."""
+        """Take in ``(batch, rows, channels)`` in float32. The tensor is used as working memory and overwritten."""
         for part in rows.split(CHUNK, dim=1):
             mean = part.mean(dim=1)
             part.sub_(mean[:, None])
@@ -63,7 +66,7 @@ class Moments:
             self.scatter += other.scatter.to(self.scatter.device)
 
     def _shift(self, rows: int, mean: torch.Tensor) -> None:
-        """Move the mean as ``rows`` more with their ``mean`` demand, and account for the distance between the two."""
+        """Count ``rows`` more with means ``(batch, channels)``: move the means, and the scatter with them."""
         total = self.rows + rows
         step = mean - self.mean
         weight = self.rows * rows / total

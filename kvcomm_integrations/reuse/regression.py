@@ -1,12 +1,14 @@
 """The numerics of the ridge policy: what one edge has learned, the map solved from it, and how new a content is to it.
 
-All is batched over layers and heads; there is no loop over either, nor over tokens.
+All of it is batched over layers and heads: there is no loop over either, nor over tokens. In the shapes below,
+``heads`` are all KV heads of all layers from 1 on, and ``features`` is ``2 * head_dim + len(DECAYS)``.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -19,40 +21,37 @@ DECAYS = (2.0, 8.0, 32.0, 128.0)
 """Position features: ``exp(-t / decay)`` of the distance ``t`` from the segment's start, decays in tokens. The context
 before a segment matters most at its start."""
 
-LEVERAGE_PENALTY = 0.3
 FAMILIAR = 0.8
 """Leverage up to which the map is trusted fully."""
+LEVERAGE_PENALTY = 0.3
+"""Ridge penalty in the leverage, in units of a channel's variance; the same whatever the map's own penalty is."""
 LEVERAGE_LAYERS = 8
 LEVERAGE_TOKENS = 64
-"""Leverage is a mean; so many layers and tokens, evenly spaced, are enough to know it."""
+"""Leverage is a mean, which this many layers and tokens, evenly spaced, are enough to estimate."""
 
 
-@dataclass(eq=False)
-class Whitening:
-    """What turns ``[K | V]`` of a few layers into channels whose squares add up to the leverage.
-
-    Args:
-        layers: indices counted from layer 1.
-        down: ``(layers, kv_heads, 2 head_dim, 2 head_dim)``.
-        shift: ``(layers, kv_heads, 1, 2 head_dim)``, subtracted after ``down``.
-    """
+class Whitening(NamedTuple):
+    """What turns ``[K | V]`` of a few layers into channels whose squares add up to the leverage."""
 
     layers: torch.Tensor
+    """Indices ``(layers,)`` counted from layer 1."""
     down: torch.Tensor
+    """``(layers, kv_heads, 2 * head_dim, 2 * head_dim)``, float32."""
     shift: torch.Tensor
+    """``(layers, kv_heads, 1, 2 * head_dim)``, float32, subtracted after ``down``."""
 
 
 @dataclass(eq=False)
 class EdgeRegression:
-    """Moments of rows ``[K | V | position | d_K | d_V]`` over layers from 1 on and heads, and what was solved of them.
+    """Moments of rows ``[K | V | position | d_K | d_V]``, and what was solved of them.
 
     Args:
         layers: layers including layer 0.
         kv_heads: heads on this worker.
         head_dim: channels of a head.
-        rank: what the map is cut to, at most.
+        rank: rank the map is cut to, at most ``2 * head_dim``.
         examples: examples seen.
-        moments: batch of ``(layers - 1) * kv_heads``.
+        moments: mean ``(heads, features + 2 * head_dim)``, scatter ``(heads, features, features + 2 * head_dim)``.
     """
 
     layers: int
@@ -67,22 +66,19 @@ class EdgeRegression:
     """Guards moments and what is solved of them: maps may be solved in the background."""
 
     @classmethod
-    def empty(cls, example: KV, rank: int) -> EdgeRegression:
-        """State without examples, for KV of the example's shape and on its device."""
-        layers, kv_heads, _, head_dim = example.keys.shape
+    def empty(cls, layers: int, kv_heads: int, head_dim: int, rank: int, device: torch.device) -> EdgeRegression:
+        """State without examples."""
         features = 2 * head_dim + len(DECAYS)
-        moments = Moments.empty((layers - 1) * kv_heads, features, features + 2 * head_dim, example.keys.device)
+        moments = Moments.empty((layers - 1) * kv_heads, features, features + 2 * head_dim, device)
         return cls(layers, kv_heads, head_dim, rank, 0, moments)
 
     def blank(self, rank: int) -> EdgeRegression:
-        """State of the same shape without examples."""
-        batch, features, channels = self.moments.scatter.shape
-        moments = Moments.empty(batch, features, channels, self.moments.mean.device)
-        return EdgeRegression(self.layers, self.kv_heads, self.head_dim, rank, 0, moments)
+        """State of the same shape and on the same device, without examples."""
+        return self.empty(self.layers, self.kv_heads, self.head_dim, rank, self.moments.mean.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of moments and of what is solved of them, whether it is solved already or will be: always the same.
+        """Bytes of moments and of what will be solved of them, counted from the start.
 
         Maps are solved in the background and on first use; counted only then, they would overrun a budget unnoticed.
         """
@@ -93,7 +89,12 @@ class EdgeRegression:
         return self.moments.nbytes + (solved + whitening) * self.moments.mean.element_size()
 
     def learn(self, reference: KV, truth: KV) -> None:
-        """Take in one example whose first token is the segment's first."""
+        """Take in one example: KV ``(layers, kv_heads, tokens, head_dim)`` of a segment's first tokens.
+
+        Args:
+            reference: keys before rotation and values of the source.
+            truth: what the target computed.
+        """
         self._check(reference)
         dim, features, tokens = self.head_dim, self.moments.features, reference.keys.shape[2]
         rows = torch.empty(self.layers - 1, self.kv_heads, tokens, features + 2 * dim, device=self.moments.mean.device)
@@ -121,36 +122,38 @@ class EdgeRegression:
         self._white()
 
     def correction(self, reference: KV, start: int, penalty: float, leverage: float | None = None) -> Correction:
-        """What makes the estimate of a content.
+        """The map and what it needs to know of a content.
 
-        The map is solved on first use after learning and kept; its part of the estimate shrinks as
-        ``FAMILIAR / leverage`` where the content is new, the mean correction stays.
+        The map is solved on first use after learning and kept. Its part of the estimate shrinks as
+        ``FAMILIAR / leverage`` where the content is new; the mean correction stays.
 
         Args:
-            reference: ``(layers, kv_heads, tokens, head_dim)``.
+            reference: KV of the content, each ``(layers, kv_heads, tokens, head_dim)``.
             start: position of its first token within the segment.
-            penalty: of the map.
-            leverage: of the content, if it is known already.
+            penalty: the map's ridge penalty, in units of a channel's variance.
+            leverage: leverage of the content, if it is known already.
         """
         self._check(reference)
         solved = self._solved(penalty)
-        leverage = float(self.leverage(reference)) if leverage is None else leverage
+        leverage = self.leverage(reference) if leverage is None else leverage
         position = _position_features(reference.keys.shape[2], start, reference.keys).T
         position = torch.cat((position, torch.ones_like(position[:1])))
         return Correction(solved, position, min(1.0, FAMILIAR / max(leverage, 1e-9)))
 
-    def leverage(self, reference: KV) -> torch.Tensor:
-        """Mean ridge leverage of the content's tokens, divided by the number of channels; a scalar tensor."""
+    def leverage(self, reference: KV) -> float:
+        """How new a content is: its tokens' mean ridge leverage, divided by the number of channels.
+
+        Args:
+            reference: KV of the content, each ``(layers, kv_heads, tokens, head_dim)``, at least one token.
+        """
         self._check(reference)
-        white = self._white()
+        layers, down, shift = self._white()
         tokens = reference.keys.shape[2]
-        every = torch.linspace(0, tokens - 1, min(tokens, LEVERAGE_TOKENS), device=white.down.device).long()
-        at = (white.layers + 1)[:, None], every[None]
-        rows = torch.cat(
-            [part.transpose(1, 2)[at].transpose(1, 2).float() for part in reference],
-            dim=-1,
-        )
-        return (rows @ white.down - white.shift).square().mean()
+        chosen = torch.linspace(0, tokens - 1, min(tokens, LEVERAGE_TOKENS), device=down.device).long()
+        at = (layers + 1)[:, None], chosen[None]
+        sides = [side.transpose(1, 2)[at].transpose(1, 2).float() for side in reference]
+        rows = torch.cat(sides, dim=-1)  # (layers, kv_heads, chosen, 2 * head_dim)
+        return float((rows @ down - shift).square().mean())
 
     def _solved(self, penalty: float) -> AffineMap:
         with self._lock:
@@ -165,31 +168,32 @@ class EdgeRegression:
             return self._whitening
 
     def _solve(self, penalty: float) -> AffineMap:
-        """Solve the ridge system, cut it to the rank and fold the standardisation into it."""
+        """Solve the ridge system, cut it to the rank ``r`` and fold the standardisation into it."""
         dim, features, rows = self.head_dim, self.moments.features, self.moments.rows
         mean, mean_d = self.moments.mean.split((features, 2 * dim), dim=-1)
         scale, cov = self._standardised(features)
-        cross = self.moments.scatter[:, :, features:] * scale[:, :, None] / rows
+        cross = self.moments.scatter[:, :, features:] * scale[:, :, None] / rows  # (heads, features, 2 * dim)
         cov.diagonal(dim1=-2, dim2=-1).add_(penalty)
         weights = torch.cholesky_solve(cross, torch.linalg.cholesky(cov))
-        explained = weights.mT @ (cross - penalty * weights)
-        basis = leading_basis((explained + explained.mT) / 2, self.rank)
+        explained = weights.mT @ (cross - penalty * weights)  # (heads, 2 * dim, 2 * dim)
+        basis = leading_basis((explained + explained.mT) / 2, self.rank)  # (heads, 2 * dim, r)
         down = (weights @ basis) * scale[:, :, None]
-        down = torch.cat((down, -(mean[:, None] @ down)), dim=1)
+        down = torch.cat((down, -(mean[:, None] @ down)), dim=1)  # (heads, features + 1, r)
         constant = torch.zeros_like(down[:, :, :1])
         constant[:, -1] = 1
-        down = torch.cat((down, constant), dim=2).mT
+        down = torch.cat((down, constant), dim=2).mT  # (heads, r + 1, features + 1)
         up_keys, up_values = torch.cat((basis.mT, mean_d[:, None]), dim=1).split(dim, dim=-1)
         parts = (*down.split((dim, dim, features + 1 - 2 * dim), dim=2), up_keys.mT, up_values)
         return AffineMap(*(part.contiguous() for part in parts))
 
     def _whiten(self) -> Whitening:
+        """Factor the inverse of the standardised covariance of ``[K | V]``, in evenly spaced layers."""
         channels = 2 * self.head_dim
         scale, cov = self._standardised(channels)
-        layers = torch.linspace(0, self.layers - 2, min(self.layers - 1, LEVERAGE_LAYERS)).round().long()
-        layers = layers.to(cov.device)
+        layers = torch.linspace(0, self.layers - 2, min(self.layers - 1, LEVERAGE_LAYERS)).round().long().to(cov.device)
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
+            """``(heads, ...)`` as ``(layers, kv_heads, ...)`` of those layers."""
             return tensor.unflatten(0, (self.layers - 1, self.kv_heads))[layers]
 
         cov, scale, mean = pick(cov), pick(scale), pick(self.moments.mean[:, :channels])
@@ -198,11 +202,11 @@ class EdgeRegression:
         down = torch.linalg.solve_triangular(factor, torch.diag_embed(scale), upper=False).mT.contiguous()
         return Whitening(layers, down, mean[..., None, :] @ down)
 
-    def _standardised(self, features: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inverse spreads ``(heads, features)`` (0 for constant channels) and the features' correlations."""
-        cov = self.moments.scatter[:, :features, :features] / self.moments.rows
+    def _standardised(self, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inverse spreads ``(heads, channels)`` (0 if constant), and correlations ``(heads, channels, channels)``."""
+        cov = self.moments.scatter[:, :channels, :channels] / self.moments.rows
         variance = cov.diagonal(dim1=-2, dim2=-1)
-        noise = 1e-10 * self.moments.mean[:, :features].square() + torch.finfo(torch.float32).tiny
+        noise = 1e-10 * self.moments.mean[:, :channels].square() + torch.finfo(torch.float32).tiny
         scale = torch.where(variance > noise, variance.clamp_min(noise).rsqrt(), 0)
         return scale, cov * scale[:, :, None] * scale[:, None]
 
@@ -214,21 +218,8 @@ class EdgeRegression:
                 f"{self.layers}, {self.kv_heads} and {self.head_dim}"
             )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything learned, for saving."""
-        counts = (self.layers, self.kv_heads, self.head_dim, self.examples, self.moments.rows)
-        return {"counts": torch.tensor(counts), "mean": self.moments.mean, "scatter": self.moments.scatter}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor], rank: int) -> EdgeRegression:
-        """The state that ``tensors`` was called on, as a copy."""
-        layers, kv_heads, head_dim, examples, rows = tensors["counts"].tolist()
-        scatter = tensors["scatter"].clone()
-        moments = Moments(scatter.shape[1], rows, tensors["mean"].clone(), scatter)
-        return cls(layers, kv_heads, head_dim, rank, examples, moments)
-
 
 def _position_features(tokens: int, start: int, like: torch.Tensor) -> torch.Tensor:
-    """``(tokens, len(DECAYS))`` for tokens that begin ``start`` tokens after their segment."""
+    """``(tokens, len(DECAYS))`` in float32 for tokens that begin ``start`` tokens into their segment."""
     distance = torch.arange(start, start + tokens, device=like.device, dtype=torch.float32)
     return torch.exp(-distance[:, None] / torch.tensor(DECAYS, device=like.device))

@@ -1,6 +1,6 @@
-"""The policies by name, with what a planner must know of each without importing torch.
+"""The policies by name, with what a planner must know of each, which needs no torch.
 
-A new policy is a file in ``policies/`` and an entry here; every test of policies then runs over it too.
+A new policy is a file in ``policies/`` (see ``policies/policy.py``) and an entry here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PolicyTraits:
-    """What distinguishes a policy for whoever plans with it."""
+    """What a planner must know of a policy. The defaults suit one that learns nothing."""
 
     class_name: str
     """Its class, in the module of the policy's name."""
+    learns: bool = False
+    """It derives from ``LearningPolicy``; if not, no dense truth is ever extracted for it."""
     repairs: bool = True
     """The engine may run the repair pass on top of it."""
     rotates: bool = True
-    """Keys are rotated to the target position. Only ``full_share`` pastes them as they were."""
-    learns: bool = True
-    """``observe`` does something; if not, no dense truth is ever extracted for it."""
+    """Keys are rotated to the target position; if not, they keep the rotation of their old one."""
     needs_truth: bool = False
     """It chooses what to recompute by looking at the true KV, so it can only be compared, not used to save time."""
     gates: bool = False
@@ -29,12 +29,12 @@ class PolicyTraits:
 
 
 POLICIES = {
-    "aligned": PolicyTraits("Aligned", learns=False),
-    "cacheblend": PolicyTraits("CacheBlend", repairs=False, learns=False, needs_truth=True),
-    "full_share": PolicyTraits("FullShare", repairs=False, rotates=False, learns=False),
-    "kvcmas": PolicyTraits("KVCMAS", repairs=False, gates=True, chains=True),
-    "kvcomm": PolicyTraits("KVCOMM", repairs=False, gates=True),
-    "ridge": PolicyTraits("Ridge"),
+    "aligned": PolicyTraits("Aligned"),
+    "cacheblend": PolicyTraits("CacheBlend", repairs=False, needs_truth=True),
+    "full_share": PolicyTraits("FullShare", repairs=False, rotates=False),
+    "kvcmas": PolicyTraits("KVCMAS", learns=True, repairs=False, gates=True, chains=True),
+    "kvcomm": PolicyTraits("KVCOMM", learns=True, repairs=False, gates=True),
+    "ridge": PolicyTraits("Ridge", learns=True),
 }
 """By name, which is also the name of the policy's module."""
 

@@ -17,17 +17,13 @@ from kvcomm_integrations.state.manifest import StateManifest
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print what state files hold, after checking every byte of them.
-
-    Raises:
-        StateFileError: one is damaged or no state file.
-    """
+    """Print what state files hold, after checking every byte of them; a damaged one raises `StateFileError`."""
     files = []
     for path in args.files:
         read_state(path)
-        files.append((path, read_manifest(path)))
+        files.append((str(path), read_manifest(path)))
     if args.json:
-        print(json.dumps({str(path): manifest.model_dump(mode="json") for path, manifest in files}, indent=2))
+        print(json.dumps({path: manifest.model_dump(mode="json") for path, manifest in files}, indent=2))
         return 0
     console = Console(soft_wrap=True)
     for path, manifest in files:
@@ -36,34 +32,28 @@ def show(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Write to ``args.output`` what one engine would know that had seen all examples of all files.
-
-    Raises:
-        StateFileError: a file is damaged, or they do not belong together.
-    """
+    """Merge files into ``args.output``; raises `StateFileError` if it exists, unless forced, and as `merge_files`."""
     if args.output.exists() and not args.force:
         raise StateFileError(f"{args.output} exists already; give --force to replace it")
-    merged = merge_files(args.files)
-    manifest = write_state(args.output, merged)
+    manifest = write_state(args.output, merge_files(args.files))
     print(f"{args.output}: {len(manifest.edges)} edges, {manifest.examples} examples")
     return 0
 
 
 def merge_files(paths: Sequence[Path]) -> LearnedState:
-    """Merge state files; shares of the ranks of one engine are joined first.
+    """What one engine would know that had seen all examples of all files. Shares of an engine's ranks are joined first.
 
     Raises:
         StateFileError: a file is damaged, or they do not belong together.
     """
-    states = [read_state(path) for path in paths]
-    whole = [state for state in states if state.heads.count == state.model.kv_heads]
-    shares = [state for state in states if state.heads.count != state.model.kv_heads]
-    if shares:
-        whole.append(join_shards(shares))
-    return merge_states(whole)
+    whole: list[LearnedState] = []
+    shares: list[LearnedState] = []
+    for state in map(read_state, paths):
+        (whole if state.heads.count == state.model.kv_heads else shares).append(state)
+    return merge_states([*whole, join_shards(shares)] if shares else whole)
 
 
-def _print(console: Console, path: Path, manifest: StateManifest) -> None:
+def _print(console: Console, path: str, manifest: StateManifest) -> None:
     model = manifest.model
     inside = "all" if manifest.whole else f"{manifest.heads.first} to {manifest.heads.end - 1}"
     facts = {
@@ -77,11 +67,11 @@ def _print(console: Console, path: Path, manifest: StateManifest) -> None:
         "written": f"{manifest.created} by version {manifest.package}, format {manifest.format}",
         "learned": f"{len(manifest.edges)} edges, {manifest.examples} examples",
     }
-    console.print(str(path), style="bold", markup=False, highlight=False)
+    console.print(path, style="bold", markup=False, highlight=False)
     for name, value in facts.items():
         console.print(f"  {name:<14}{value}", markup=False, highlight=False)
     table = Table("from", "to", "placeholder", "tenant", "examples", "tokens", box=None, padding=(0, 2))
     for edge in sorted(manifest.edges, key=lambda edge: -edge.examples):
-        tenant = edge.tenant or "-"
-        table.add_row(edge.source, edge.target, edge.name, tenant, str(edge.examples), str(edge.rows))
+        row = edge.source, edge.target, edge.name, edge.tenant or "-", str(edge.examples), str(edge.rows)
+        table.add_row(*row)
     console.print(table)

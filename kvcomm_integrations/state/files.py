@@ -1,6 +1,6 @@
 """State files: safetensors with a JSON manifest, written atomically, checked to the last byte when read.
 
-Reading never executes anything (safetensors holds numbers only) and never takes more memory than it was allowed.
+Reading never executes anything (safetensors holds numbers only) and refuses a file larger than was allowed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from kvcomm_integrations.state.manifest import EdgeRecord, HeadRange, StateManif
 MAX_BYTES = 16 << 30
 """Largest file that is read unless the caller says otherwise, bytes."""
 MAX_HEADER_BYTES = 32 << 20
+PARTS = ("mean", "scatter")
+"""Tensors of each edge; in a file they are called ``<number of the edge>.<part>``."""
 
 
 def write_state(path: Path, state: LearnedState) -> StateManifest:
@@ -34,18 +37,14 @@ def write_state(path: Path, state: LearnedState) -> StateManifest:
     Raises:
         StateFileError: the folder cannot be written.
     """
-    tensors = {
-        f"{number}.{part}": getattr(edge, part).contiguous()
-        for number, edge in enumerate(state.edges)
-        for part in ("mean", "scatter")
-    }
+    tensors = {f"{n}.{part}": getattr(edge, part).contiguous() for n, edge in enumerate(state.edges) for part in PARTS}
     draft = StateManifest(
         package=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=state.model,
         layout=state.layout,
         policy=state.policy,
-        learns=state.learns,
+        learns=require_saveable(state.policy),
         options=state.options,
         tenant=state.tenant,
         heads=state.heads,
@@ -96,32 +95,25 @@ def read_state(path: Path, *, heads: HeadRange | None = None, max_bytes: int = M
     """
     manifest = read_manifest(path, max_bytes=max_bytes)
     require_saveable(manifest.policy)
+    facts = manifest.model, manifest.policy, manifest.heads
+    state = LearnedState(*facts, (), manifest.tenant, manifest.layout, manifest.options)
+    heads = heads or manifest.heads
+    part, edges = state.part_of(heads), []
     digest = _digest_of(manifest)
-    edges = []
     try:
         with safe_open(path, framework="pt") as file:
-            names = {f"{number}.{part}" for number in range(len(manifest.edges)) for part in ("mean", "scatter")}
-            if set(file.keys()) != names:
+            if set(file.keys()) != {f"{n}.{name}" for n in range(len(manifest.edges)) for name in PARTS}:
                 raise StateFileError(f"{path} does not hold the tensors its manifest names: it is damaged")
             for number, record in enumerate(manifest.edges):
                 edge = _read_edge(file, number, record, manifest, path)
-                for part in ("mean", "scatter"):
-                    _add(digest, f"{number}.{part}", getattr(edge, part))
-                whole = LearnedState(manifest.model, manifest.policy, manifest.heads, (edge,))
-                edges.append((whole if heads is None else whole.of_heads(heads)).edges[0])
+                for name in PARTS:
+                    _add(digest, f"{number}.{name}", getattr(edge, name))
+                edges.append(edge.of_heads(part))
     except (OSError, SafetensorError) as error:
         raise StateFileError(f"{path} is truncated or damaged: {error}") from error
     if digest.hexdigest() != manifest.digest:
         raise StateFileError(f"{path} is damaged: it does not match its checksum {manifest.digest[:16]}")
-    return LearnedState(
-        manifest.model,
-        manifest.policy,
-        heads or manifest.heads,
-        tuple(edges),
-        manifest.tenant,
-        manifest.layout,
-        manifest.options,
-    )
+    return replace(state, heads=heads, edges=tuple(edges))
 
 
 def _read_edge(file: Any, number: int, record: EdgeRecord, manifest: StateManifest, path: Path) -> LearnedEdge:
@@ -129,16 +121,14 @@ def _read_edge(file: Any, number: int, record: EdgeRecord, manifest: StateManife
     model = manifest.model
     features = 2 * model.head_dim + len(DECAYS)
     lead, channels = (model.layers - 1, manifest.heads.count), features + 2 * model.head_dim
-    shapes = {"mean": (*lead, channels), "scatter": (*lead, features, channels)}
     tensors = {}
-    for part, shape in shapes.items():
+    for part, shape in zip(PARTS, ((*lead, channels), (*lead, features, channels)), strict=True):
         held = tuple(file.get_slice(f"{number}.{part}").get_shape())
         if held != shape:
             raise StateFileError(f"{path}: tensor {number}.{part} is {held}, but its model needs {shape}")
-        tensor = file.get_tensor(f"{number}.{part}")
+        tensor = tensors[part] = file.get_tensor(f"{number}.{part}")
         if tensor.dtype != torch.float32 or not bool(torch.isfinite(tensor).all()):
             raise StateFileError(f"{path}: tensor {number}.{part} is not of finite float32 numbers: it is damaged")
-        tensors[part] = tensor
     if bool((tensors["scatter"].diagonal(dim1=-2, dim2=-1) < 0).any()):
         raise StateFileError(f"{path}: tensor {number}.scatter has negative variances: it is damaged")
     edge = Edge(record.source, record.target, record.name, record.scope)
@@ -160,8 +150,8 @@ def _check_size(path: Path, max_bytes: int) -> None:
 
 def _digest_of(manifest: StateManifest) -> hashlib.blake2b:
     """The checksum of everything the manifest says, to be continued with the tensors."""
-    said = manifest.model_copy(update={"digest": ""}).model_dump_json()
-    return hashlib.blake2b(said.encode(), digest_size=32)
+    content = manifest.model_copy(update={"digest": ""}).model_dump_json()
+    return hashlib.blake2b(content.encode(), digest_size=32)
 
 
 def _add(digest: hashlib.blake2b, name: str, tensor: torch.Tensor) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcomm_integrations.errors import StateFileError
 from kvcomm_integrations.reuse.edge import Edge
+from kvcomm_integrations.reuse.moments import Moments
 from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.policies.ridge import Ridge
-from kvcomm_integrations.reuse.regression import DECAYS
+from kvcomm_integrations.reuse.regression import DECAYS, EdgeRegression
 from kvcomm_integrations.state.manifest import HeadRange, ModelIdentity, tenant_of
 
 LEARNS = {"ridge": f"moments of [K | V | position | dK | dV], decays {DECAYS}"}
@@ -22,32 +22,27 @@ LEARNS = {"ridge": f"moments of [K | V | position | dK | dV], decays {DECAYS}"}
 NO_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True, eq=False)
-class LearnedEdge:
-    """What one edge has learned, for some of the model's heads.
-
-    Args:
-        examples: dense observations.
-        rows: tokens they had together.
-        mean: ``(layers - 1, kv_heads, channels)``, float32.
-        scatter: ``(layers - 1, kv_heads, features, channels)``, float32.
-    """
+class LearnedEdge(NamedTuple):
+    """What one edge has learned, for some of the model's heads."""
 
     edge: Edge
     examples: int
+    """Dense observations."""
     rows: int
+    """Tokens they had together."""
     mean: torch.Tensor
+    """``(layers - 1, kv_heads, channels)``, float32."""
     scatter: torch.Tensor
+    """``(layers - 1, kv_heads, features, channels)``, float32. See `EdgeRegression` for features and channels."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.mean.nbytes + self.scatter.nbytes
+    def of_heads(self, part: slice) -> LearnedEdge:
+        """A part of the heads, counted within this edge's."""
+        return self._replace(mean=self.mean[:, part].contiguous(), scatter=self.scatter[:, part].contiguous())
 
 
 @dataclass(frozen=True, eq=False)
 class LearnedState:
-    """All edges of one policy on one model, or one rank's share of them."""
+    """All edges of one policy on one model, or one rank's share of them. For the fields see `StateManifest`."""
 
     model: ModelIdentity
     policy: str
@@ -58,17 +53,12 @@ class LearnedState:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def learns(self) -> str:
-        """What the numbers mean."""
-        return LEARNS[self.policy]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all edges."""
-        return sum(edge.nbytes for edge in self.edges)
+        return sum(edge.mean.nbytes + edge.scatter.nbytes for edge in self.edges)
 
-    def of_heads(self, heads: HeadRange) -> LearnedState:
-        """The part that a rank with these heads needs.
+    def part_of(self, heads: HeadRange) -> slice:
+        """Where these heads are among this state's.
 
         Raises:
             StateFileError: some of them are not inside.
@@ -78,12 +68,12 @@ class LearnedState:
                 f"heads {heads.first} to {heads.end - 1} are needed, but only {self.heads.first} to "
                 f"{self.heads.end - 1} are in this state: join the shards of all ranks first (kvcomm state merge)"
             )
-        part = slice(heads.first - self.heads.first, heads.end - self.heads.first)
-        edges = tuple(
-            replace(edge, mean=edge.mean[:, part].contiguous(), scatter=edge.scatter[:, part].contiguous())
-            for edge in self.edges
-        )
-        return replace(self, heads=heads, edges=edges)
+        return slice(heads.first - self.heads.first, heads.end - self.heads.first)
+
+    def of_heads(self, heads: HeadRange) -> LearnedState:
+        """What a rank with these heads needs; raises as `part_of`."""
+        part = self.part_of(heads)
+        return replace(self, heads=heads, edges=tuple(edge.of_heads(part) for edge in self.edges))
 
     def of_tenant(self, tenant: str) -> LearnedState:
         """The edges of one tenant."""
@@ -108,48 +98,45 @@ def take_from(policy: Policy, model: ModelIdentity, heads: HeadRange, **more: An
     """A copy on the CPU of everything a policy has learned.
 
     Args:
-        policy: one that ``require_saveable`` accepts.
+        policy: one that `require_saveable` accepts.
         model: what it learned on.
         heads: the heads of this rank.
-        more: further fields of ``LearnedState``.
+        more: further fields of `LearnedState`.
     """
-    require_saveable(policy.name)
-    assert isinstance(policy, Ridge)
-    edges = tuple(_edges_of(policy, heads.count))
+    edges = tuple(_edge_of(edge, known, heads.count) for edge, known in _saveable(policy).states.items())
     return LearnedState(model, policy.name, heads, edges, **more)
 
 
 def give_to(policy: Policy, state: LearnedState, device: torch.device | None = None, *, merge: bool = False) -> None:
-    """Let a policy know what ``state`` knows: instead of what it knew before, or (``merge``) in addition to it."""
-    require_saveable(policy.name)
-    assert isinstance(policy, Ridge)
+    """Let a policy know what ``state`` knows: instead of what it knew before, or (``merge``) in addition to it.
+
+    The policy keeps it on ``device``, by default where ``state`` is.
+    """
+    ridge = _saveable(policy)
+    learned = {known.edge: _regression_of(known, ridge.rank, device) for known in state.edges}
     if not merge:
-        policy.load_state_dict(_state_dict(state, device))
-        return
-    other = Ridge(max_bytes=NO_LIMIT)
-    other.load_state_dict(_state_dict(state, device))
-    policy.merge(other)
+        ridge.states.clear()
+    ridge.merge(learned)
 
 
 def merge_states(states: Sequence[LearnedState]) -> LearnedState:
     """What one engine would know that had seen all examples of several.
 
     Raises:
-        StateFileError: they are of different models, policies, heads or tenants.
+        StateFileError: they are of different models, policies or heads.
     """
-    first, *others = states
-    for other in others:
-        _check_alike(first, other)
-        if other.heads != first.heads:
-            raise StateFileError(
-                f"heads {other.heads.first} to {other.heads.end - 1} do not merge into {first.heads.first} to "
-                f"{first.heads.end - 1}"
-            )
+    first = states[0]
     total = Ridge(max_bytes=NO_LIMIT)
     for state in states:
+        _check_alike(first, state)
+        if state.heads != first.heads:
+            raise StateFileError(
+                f"heads {state.heads.first} to {state.heads.end - 1} do not merge into {first.heads.first} to "
+                f"{first.heads.end - 1}"
+            )
         give_to(total, state, merge=True)
     tenant = first.tenant if all(state.tenant == first.tenant for state in states) else None
-    return replace(first, edges=tuple(_edges_of(total, first.heads.count)), tenant=tenant)
+    return replace(first, edges=take_from(total, first.model, first.heads).edges, tenant=tenant)
 
 
 def join_shards(shards: Sequence[LearnedState]) -> LearnedState:
@@ -159,29 +146,26 @@ def join_shards(shards: Sequence[LearnedState]) -> LearnedState:
         StateFileError: a rank is missing, or the shares are not of one engine.
     """
     ordered = sorted(shards, key=lambda shard: shard.heads.first)
-    first = ordered[0]
-    parts, end = [], 0
+    first, parts, end = ordered[0], [], 0
     for shard in ordered:
         _check_alike(first, shard)
         if shard.heads.end <= end:
             continue
         if shard.heads.first != end:
             raise StateFileError(f"the share with head {end} is missing; shares must come from all ranks of one save")
-        parts.append(shard)
+        parts.append(shard.edges)
         end = shard.heads.end
     if end != first.model.kv_heads:
         raise StateFileError(f"only {end} of {first.model.kv_heads} heads are there; a rank's share is missing")
     known = [(edge.edge, edge.examples, edge.rows) for edge in first.edges]
-    for part in parts:
-        if [(edge.edge, edge.examples, edge.rows) for edge in part.edges] != known:
-            raise StateFileError("ranks have learned different edges or examples; their shares do not belong together")
+    if any([(edge.edge, edge.examples, edge.rows) for edge in edges] != known for edges in parts):
+        raise StateFileError("ranks have learned different edges or examples; their shares do not belong together")
     edges = tuple(
-        replace(
-            same[0],
+        same[0]._replace(
             mean=torch.cat([edge.mean for edge in same], dim=1),
             scatter=torch.cat([edge.scatter for edge in same], dim=1),
         )
-        for same in zip(*(part.edges for part in parts), strict=True)
+        for same in zip(*parts, strict=True)
     )
     return replace(first, heads=HeadRange(first=0, count=end), edges=edges)
 
@@ -194,25 +178,21 @@ def _check_alike(mine: LearnedState, other: LearnedState) -> None:
         raise StateFileError(f"states of different models do not merge: the second has {difference}")
 
 
-def _edges_of(policy: Ridge, heads: int) -> Iterable[LearnedEdge]:
-    parts: dict[Edge, dict[str, torch.Tensor]] = {}
-    for key, tensor in policy.state_dict().items():
-        *edge, part = json.loads(key)
-        parts.setdefault(Edge(*edge), {})[part] = tensor
-    for edge_key, tensors in parts.items():
-        _, kv_heads, _, examples, rows = tensors["counts"].tolist()
-        assert kv_heads == heads, f"the policy has learned {kv_heads} heads on a rank with {heads}"
-        mean, scatter = (tensors[name].detach().to("cpu", torch.float32) for name in ("mean", "scatter"))
-        yield LearnedEdge(
-            edge_key, examples, rows, mean.unflatten(0, (-1, heads)).clone(), scatter.unflatten(0, (-1, heads)).clone()
-        )
+def _saveable(policy: Policy) -> Ridge:
+    require_saveable(policy.name)
+    assert isinstance(policy, Ridge)
+    return policy
 
 
-def _state_dict(state: LearnedState, device: torch.device | None) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    shape = (state.model.layers, state.heads.count, state.model.head_dim)
-    for edge in state.edges:
-        tensors[json.dumps([*edge.edge, "counts"])] = torch.tensor((*shape, edge.examples, edge.rows))
-        tensors[json.dumps([*edge.edge, "mean"])] = edge.mean.flatten(0, 1).to(device)
-        tensors[json.dumps([*edge.edge, "scatter"])] = edge.scatter.flatten(0, 1).to(device)
-    return tensors
+def _edge_of(edge: Edge, known: EdgeRegression, heads: int) -> LearnedEdge:
+    assert known.kv_heads == heads, f"the policy has learned {known.kv_heads} heads on a rank with {heads}"
+    moments = known.moments
+    mean, scatter = (part.to("cpu", copy=True).unflatten(0, (-1, heads)) for part in (moments.mean, moments.scatter))
+    return LearnedEdge(edge, known.examples, moments.rows, mean, scatter)
+
+
+def _regression_of(known: LearnedEdge, rank: int, device: torch.device | None) -> EdgeRegression:
+    layers, kv_heads, features, channels = known.scatter.shape
+    mean, scatter = (part.flatten(0, 1).to(device) for part in (known.mean, known.scatter))
+    moments = Moments(known.rows, mean, scatter)
+    return EdgeRegression(layers + 1, kv_heads, (channels - features) // 2, rank, known.examples, moments)

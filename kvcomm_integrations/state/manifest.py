@@ -1,4 +1,4 @@
-"""What a state file says of itself, and when two such descriptions fit together. Knows neither tensors nor engines."""
+"""The manifest of a state file, and when two such manifests fit together. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ MAX_EDGES = 4096
 MAX_SCOPE = 2048
 
 
-class HeadRange(BaseModel):
-    """KV heads ``[first, first + count)`` of the model."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HeadRange(_Record):
+    """KV heads ``[first, first + count)`` of the model."""
 
     first: int = Field(ge=0)
     count: int = Field(ge=1)
@@ -31,10 +33,8 @@ class HeadRange(BaseModel):
         return self.first + self.count
 
 
-class ModelIdentity(BaseModel):
+class ModelIdentity(_Record):
     """Which model's KV the corrections are of."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Folder or hub id, as the engine was given it."""
@@ -68,10 +68,8 @@ class ModelIdentity(BaseModel):
         return None
 
 
-class EdgeRecord(BaseModel):
+class EdgeRecord(_Record):
     """One edge in a file; its tensors are ``<number>.mean`` and ``<number>.scatter``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str = Field(max_length=MAX_NAME)
     target: str = Field(max_length=MAX_NAME)
@@ -88,10 +86,8 @@ class EdgeRecord(BaseModel):
         return tenant_of(self.scope)
 
 
-class StateManifest(BaseModel):
+class StateManifest(_Record):
     """The JSON manifest of a state file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
     wire: int = WIRE_VERSION
@@ -126,28 +122,18 @@ class StateManifest(BaseModel):
         return sum(edge.examples for edge in self.edges)
 
     def check_tenant(self, wanted: str | None, where: str) -> None:
-        """Refuse a file that holds another tenant's edges than it says, or than ``wanted``.
-
-        Raises:
-            StateFileError: names both tenants.
-        """
+        """Raise `StateFileError` if edges of another tenant are inside than the file says, or than ``wanted``."""
         if wanted is not None and self.tenant != wanted:
             held = "every tenant" if self.tenant is None else f"tenant {self.tenant!r}"
             raise StateFileError(f"{where} holds corrections of {held}, not of tenant {wanted!r} alone")
-        if self.tenant is None:
-            return
         for edge in self.edges:
-            if edge.tenant != self.tenant:
+            if self.tenant not in (None, edge.tenant):
                 raise StateFileError(
                     f"{where} says it is of tenant {self.tenant!r}, but holds an edge of {edge.tenant!r}: refuse it"
                 )
 
     def check_fits(self, model: ModelIdentity, policy: str, learns: str, where: str) -> None:
-        """Refuse a file that was learned on another model or by another policy.
-
-        Raises:
-            StateFileError: names what the file has and what is needed.
-        """
+        """Raise `StateFileError` if the file was learned on another model or by another policy."""
         if self.policy != policy:
             raise StateFileError(f"{where} was learned by policy {self.policy!r}, not {policy!r}")
         if self.learns != learns:

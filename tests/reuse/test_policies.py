@@ -12,8 +12,10 @@ from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
+from kvcomm_integrations.reuse.policies.learning import LearningPolicy
 from kvcomm_integrations.reuse.policies.policy import Policy
-from kvcomm_integrations.reuse.traits import POLICY_NAMES, policy_traits
+from kvcomm_integrations.reuse.scratch import Scratch
+from kvcomm_integrations.reuse.traits import POLICIES, POLICY_NAMES, policy_traits
 
 from .shapes import EDGE, drifted, largest_difference, random_kv
 
@@ -35,8 +37,9 @@ def teach(
 
 def test_name_and_traits_agree_with_the_registry(policy):
     assert create_policy(policy.name).name == policy.name
-    traits = policy_traits(policy.name)
-    assert traits is not None and traits == tuple(getattr(policy, name) for name in traits._fields)
+    assert policy.traits == policy_traits(policy.name) == POLICIES[policy.name]
+    assert policy.traits.class_name == type(policy).__name__
+    assert policy.traits.learns == isinstance(policy, LearningPolicy)
     assert policy_traits("none such") is None
 
 
@@ -74,7 +77,7 @@ def test_an_unknown_edge_returns_the_reference(policy):
     teach(policy, 2)
     content = random_kv(9)
     for other in (EDGE._replace(target="critic"), EDGE._replace(scope="another tenant")):
-        assert largest_difference(policy.correct(other, content), content) == 0
+        assert largest_difference(policy.correct(other, content), content) == 0 or not policy.traits.learns
         assert policy.ready(other).examples == 0 and policy.state_bytes(other) == 0
 
 
@@ -130,7 +133,7 @@ def test_constant_channels_do_no_harm(policy):
     content = flat(5)
     estimate = policy.correct(EDGE, content)
     assert estimate.keys.isfinite().all() and estimate.values.isfinite().all()
-    assert largest_difference(estimate, content) <= 0.1
+    assert largest_difference(estimate, content) <= 0.1 or not policy.traits.learns
 
 
 def test_examples_of_other_tokens_are_refused(policy):
@@ -175,6 +178,30 @@ def test_parts_are_corrected_like_the_whole_or_finitely_at_least(start, tokens, 
     teach(policy, 3, tokens=60)
     estimate = policy.correct(EDGE, random_kv(tokens), start=start)
     assert estimate.keys.shape[2] == tokens and estimate.keys.isfinite().all() and estimate.values.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["aligned", "cacheblend", "full_share"])
+def test_what_only_moves_kv_returns_it_itself(name):
+    content = random_kv(9)
+    assert create_policy(name).correct(EDGE, content) is content
+
+
+def test_a_policy_that_learns_nothing_is_one_override():
+    class Faded(Policy):
+        name = "faded"
+
+        def correct(self, edge: Edge, reference: KV, start: int = 0) -> KV:
+            return KV(reference.keys, reference.values / 2)
+
+    policy, content = Faded(), random_kv(9)
+    teach(policy, 2)
+    policy.prepare(EDGE)
+    policy.forget(EDGE)
+    assert policy.ready(EDGE, content).ready and policy.ready(EDGE).examples == 0
+    assert policy.edges() == () and policy.state_bytes() == policy.state_bytes(EDGE) == 0
+    assert policy.correction(EDGE, content) is None and policy.select(content.keys[1], content.keys[1]) is None
+    for layers, part in policy.estimates(EDGE, content, 0, Scratch()):
+        assert largest_difference(part, KV(content.keys[layers], content.values[layers] / 2)) == 0
 
 
 def test_the_package_and_the_registry_import_no_torch():

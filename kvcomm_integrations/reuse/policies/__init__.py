@@ -32,7 +32,7 @@ def create_policy(name: str, **options: Any) -> Policy:
         raise ConfigurationError(f"policy {plain!r} does not exist; choose one of {', '.join(POLICY_NAMES)}")
     policy: type[Policy] = getattr(import_module(f"{__name__}.{plain}"), POLICIES[plain].class_name)
     options |= dict(_option(name, text) for text in carried)
-    known = [field.name for field in fields(policy) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in fields(policy) if field.init]
     for option in options:
         if option not in known:
             choices = f"its options are {', '.join(known)}" if known else "it has no options"

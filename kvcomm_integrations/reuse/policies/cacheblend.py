@@ -1,4 +1,4 @@
-"""CacheBlend: rotate, and recompute the tokens that deviate most. For comparison."""
+"""CacheBlend: rotate, and recompute the tokens that deviate most. For comparison only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import ClassVar
 
 import torch
 
-from kvcomm_integrations.reuse.policies.aligned import Aligned
-from kvcomm_integrations.reuse.policies.states import check_range
+from kvcomm_integrations.reuse.policies.policy import Policy
 
 
 @dataclass
-class CacheBlend(Aligned):
+class CacheBlend(Policy):
     """Selective recomputation (Yao et al., arXiv 2405.16444).
 
     Nothing is learned. Layer 1 is recomputed for all tokens; those whose KV deviates most there are recomputed in all
-    layers. The policy names them (``select``), the engine recomputes.
+    layers. The policy selects them, the engine recomputes.
 
     The true keys of layer 1 are known in audits and benchmarks only. In real use they would take a forward through the
     first two layers before anything is loaded, which the engine does not run, so requests under this policy are served
@@ -32,10 +31,9 @@ class CacheBlend(Aligned):
     share: float = 0.15
 
     def __post_init__(self) -> None:
-        check_range(self.name, "share", self.share, 0, 1)
+        self._check_range("share", 0, 1)
 
     def select(self, estimate: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-        """Tokens to recompute; see ``select_deviating``."""
         return select_deviating(estimate, truth, self.share)
 
 
@@ -48,7 +46,7 @@ def select_deviating(estimate: torch.Tensor, truth: torch.Tensor, share: float) 
         share: share of tokens wanted, rounded up.
 
     Returns:
-        Their indices ``(count,)``, ascending.
+        their indices ``(count,)``, ascending.
     """
     if estimate.shape != truth.shape:
         raise ValueError(f"estimate {tuple(estimate.shape)} and truth {tuple(truth.shape)} differ in shape")

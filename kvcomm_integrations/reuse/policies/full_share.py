@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcomm_integrations.reuse.policies.aligned import Aligned
+from kvcomm_integrations.reuse.policies.policy import Policy
 
 
-@dataclass
-class FullShare(Aligned):
-    """Keys and values are pasted as they were cached, with the rotation of their old position."""
+class FullShare(Policy):
+    """Keys and values are pasted as they were cached, with the rotation of their old position (``rotates=False``)."""
 
     name: ClassVar[str] = "full_share"

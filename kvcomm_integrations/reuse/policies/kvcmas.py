@@ -9,7 +9,6 @@ import torch
 
 from kvcomm_integrations.reuse.compression import Factors
 from kvcomm_integrations.reuse.policies.kvcomm import KVCOMM, Anchor, Pool, Stored
-from kvcomm_integrations.reuse.policies.states import check_range
 
 
 @dataclass
@@ -35,12 +34,12 @@ class KVCMAS(KVCOMM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self.name, "rank", self.rank, 1)
+        self._check_range("rank", 1)
 
     def _store(self, tensor: torch.Tensor) -> Stored:
         return Factors.of(tensor, self.rank)
 
     def _covering(self, pool: Pool, start: int, tokens: int) -> tuple[list[Anchor], int]:
-        end = min(start + tokens, max(anchor.tokens for anchor in pool.anchors))
+        end = min(start + tokens, max(anchor.tokens for anchor in pool))
         covered = max(0, end - start)
-        return ([anchor for anchor in pool.anchors if anchor.tokens >= end] if covered else []), covered
+        return ([anchor for anchor in pool if anchor.tokens >= end] if covered else []), covered

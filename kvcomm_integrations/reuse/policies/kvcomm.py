@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from kvcomm_integrations.reuse.compression import Factors
 from kvcomm_integrations.reuse.edge import Edge, Readiness
 from kvcomm_integrations.reuse.kv import KV
-from kvcomm_integrations.reuse.policies.policy import Policy
-from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
+from kvcomm_integrations.reuse.policies.learning import LearningPolicy, check_example
 
 Stored: TypeAlias = torch.Tensor | Factors
+"""Keys or values ``(layers, kv_heads, tokens, head_dim)``, or factors of them."""
 
 
 @dataclass(eq=False)
@@ -22,10 +22,10 @@ class Anchor:
     """One example: a reference (the paper's base cache) and its correction (the paper's offset).
 
     Args:
-        base: keys and values of the reference, each ``(layers, kv_heads, tokens, head_dim)`` or factors of it.
-        delta: true minus base.
-        tokens: length.
-        uses: contents that were predicted with it.
+        base: keys and values of the reference.
+        delta: truth minus base, keys and values likewise.
+        tokens: length of the example.
+        uses: how many contents were predicted with it.
     """
 
     base: tuple[Stored, Stored]
@@ -39,20 +39,17 @@ class Anchor:
         return sum(part.nbytes for part in (*self.base, *self.delta))
 
 
-@dataclass(eq=False)
-class Pool:
+class Pool(list[Anchor]):
     """The anchors of one edge, oldest first."""
-
-    anchors: list[Anchor]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all anchors."""
-        return sum(anchor.nbytes for anchor in self.anchors)
+        return sum(anchor.nbytes for anchor in self)
 
 
 @dataclass
-class KVCOMM(Policy):
+class KVCOMM(LearningPolicy[Pool]):
     """Anchors and a softmax over their distances (Ye et al., arXiv 2510.12872).
 
     Every example is kept as an anchor. A new content's correction is a mean of the anchors' corrections at the same
@@ -86,48 +83,39 @@ class KVCOMM(Policy):
     temperature: float = 1.0
     top_p: float = 0.9
     selective: bool = False
-    max_bytes: int = 1 << 30
-    _pools: EdgeStates[Pool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_range(self.name, "max_anchors", self.max_anchors, 1)
-        check_range(self.name, "window", self.window, 1)
-        check_range(self.name, "gamma", self.gamma, 0, 1)
-        check_range(self.name, "temperature", self.temperature, 1e-6)
-        check_range(self.name, "top_p", self.top_p, 0, 1)
-        check_range(self.name, "max_bytes", self.max_bytes, 0)
-        self._pools = EdgeStates(self.max_bytes)
+        super().__post_init__()
+        self._check_range("max_anchors", 1)
+        self._check_range("window", 1)
+        self._check_range("gamma", 0, 1)
+        self._check_range("temperature", 1e-6)
+        self._check_range("top_p", 0, 1)
 
     def observe(self, edge: Edge, reference: KV, truth: KV) -> None:
         """Store an anchor; a full pool drops the least used of its oldest ones first."""
         tokens = check_example(reference, truth)
         if tokens == 0:
             return
-        pool = self._pools.get(edge) or Pool([])
+        pool = self._use(edge) or Pool()
         if self.selective:
             entropy = self._entropy(self._match(pool, reference.values, 0)[1])
             if entropy is not None and entropy <= 1:
                 return
-        while len(pool.anchors) >= self.max_anchors:
-            oldest = pool.anchors[: self.window]
-            pool.anchors.remove(min(oldest, key=lambda anchor: anchor.uses))
-        base_keys, base_values = reference
-        pool.anchors.append(
-            Anchor(
-                (self._store(base_keys), self._store(base_values)),
-                (self._store(truth.keys - base_keys), self._store(truth.values - base_values)),
-                tokens,
-            )
-        )
-        self._pools.put(edge, pool)
-        self._pools.evict()
+        while len(pool) >= self.max_anchors:
+            pool.remove(min(pool[: self.window], key=lambda anchor: anchor.uses))
+        keys, values = reference
+        base = self._store(keys), self._store(values)
+        delta = self._store(truth.keys - keys), self._store(truth.values - values)
+        pool.append(Anchor(base, delta, tokens))
+        self._keep(edge, pool)
 
     def ready(self, edge: Edge, reference: KV | None = None) -> Readiness:
         """Anchors, and for a content the entropy of its softmax over them in units of the threshold, as leverage."""
-        pool = self._pools.peek(edge)
+        pool = self.states.get(edge)
         if pool is None:
             return Readiness(examples=0, ready=False, reason="edge has no anchors")
-        count = len(pool.anchors)
+        count = len(pool)
         if reference is None or reference.keys.shape[2] == 0:
             return Readiness(examples=count, ready=count > 1)
         entropy = self._entropy(self._match(pool, reference.values, 0)[1])
@@ -138,7 +126,7 @@ class KVCOMM(Policy):
 
     def correct(self, edge: Edge, reference: KV, start: int = 0) -> KV:
         """Reference plus the weighted correction of all anchors that are long enough; without any, the reference."""
-        pool = self._pools.get(edge)
+        pool = self._use(edge)
         tokens = reference.keys.shape[2]
         if pool is None or tokens == 0:
             return reference
@@ -157,25 +145,13 @@ class KVCOMM(Policy):
             out[1:, :, :covered] = (part[side][1:].float() + total[1:]).to(out.dtype)
         return KV(*corrected)
 
-    def state_bytes(self, edge: Edge | None = None) -> int:
-        """Bytes of anchors."""
-        return self._pools.state_bytes(edge)
-
-    def forget(self, edge: Edge) -> None:
-        """Drop an edge's anchors."""
-        self._pools.forget(edge)
-
-    def edges(self) -> tuple[Edge, ...]:
-        """Edges with anchors, least recently used first."""
-        return tuple(self._pools)
-
     def _store(self, tensor: torch.Tensor) -> Stored:
-        """What is kept of ``(layers, kv_heads, tokens, head_dim)``."""
+        """What is kept of keys or values ``(layers, kv_heads, tokens, head_dim)``."""
         return tensor.clone()
 
     def _covering(self, pool: Pool, start: int, tokens: int) -> tuple[list[Anchor], int]:
         """Anchors that reach to the content's end, and how many of its tokens they correct."""
-        return [anchor for anchor in pool.anchors if anchor.tokens >= start + tokens], tokens
+        return [anchor for anchor in pool if anchor.tokens >= start + tokens], tokens
 
     def _weights(self, anchors: list[Anchor], part: KV, start: int, side: int) -> torch.Tensor:
         """Softmax over anchors for each token of the keys (side 0) or values (side 1), ``(anchors, tokens)``."""
@@ -187,15 +163,19 @@ class KVCOMM(Policy):
         return torch.softmax(-torch.stack(distances) / self.temperature, dim=0)
 
     def _match(self, pool: Pool, values: torch.Tensor, start: int) -> tuple[list[Anchor], torch.Tensor]:
-        """Anchors at least as long as the content, and the softmax of the negative norms of all values' differences."""
+        """Anchors at least as long as a content, and the share of each in it, ``(anchors,)`` in float64.
+
+        Shares are the softmax of the negative norms of all differences to ``values``, the content's
+        ``(layers, kv_heads, tokens, head_dim)``.
+        """
         tokens = values.shape[2]
-        anchors = [anchor for anchor in pool.anchors if anchor.tokens >= start + tokens]
+        anchors = [anchor for anchor in pool if anchor.tokens >= start + tokens]
         mine = values.double()
         norms = [(mine - _load(anchor.base[1], start, tokens).double()).norm() for anchor in anchors]
         return anchors, torch.softmax(-torch.stack(norms), dim=0) if norms else mine.new_empty(0)
 
     def _entropy(self, share: torch.Tensor) -> float | None:
-        """Entropy over anchors in units of its threshold: up to 1 is predictable. ``None`` below two anchors."""
+        """Entropy of shares ``(anchors,)`` in units of its threshold: up to 1 is predictable. ``None`` below two."""
         if len(share) < 2:
             return None
         threshold = self.gamma * math.log(len(share))
@@ -203,7 +183,7 @@ class KVCOMM(Policy):
         return entropy / threshold if threshold else (math.inf if entropy else 0.0)
 
     def _count_uses(self, anchors: list[Anchor], share: torch.Tensor) -> None:
-        """Count the anchors that make up the first ``top_p`` of a predictable content's softmax as used."""
+        """Count anchors as used which make up the first ``top_p`` of a predictable content's shares ``(anchors,)``."""
         entropy = self._entropy(share)
         if entropy is None or entropy > 1:
             return

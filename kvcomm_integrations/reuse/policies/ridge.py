@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,13 +11,12 @@ import torch
 from kvcomm_integrations.reuse.affine import Correction
 from kvcomm_integrations.reuse.edge import Edge, Readiness
 from kvcomm_integrations.reuse.kv import KV
-from kvcomm_integrations.reuse.policies.policy import Policy
-from kvcomm_integrations.reuse.policies.states import EdgeStates, check_example, check_range
+from kvcomm_integrations.reuse.policies.learning import LearningPolicy, check_example
 from kvcomm_integrations.reuse.regression import EdgeRegression
 from kvcomm_integrations.reuse.scratch import Scratch
 
 PENALTIES = (0.3, 3.0)
-"""Least and most penalty chosen by itself."""
+"""The least and the greatest penalty that `penalty_for` chooses."""
 
 
 def penalty_for(tokens: int, features: int) -> float:
@@ -32,13 +30,13 @@ def penalty_for(tokens: int, features: int) -> float:
 
 
 @dataclass
-class Ridge(Policy):
+class Ridge(LearningPolicy[EdgeRegression]):
     """Ridge regression from a reference to its correction, per (edge, layer, KV head).
 
     With the standardised reference ``z`` of a token (``[K_h | V_h]`` before rotation, and a few features of its
     position) and the correction ``d = true - reference``, the estimate is ``reference + mean(d) + z W`` where
     ``W = (cov(z) + penalty I)^-1 cov(z, d)``. State is constant in examples and context length, additive, and
-    independent of the order of examples.
+    independent of the order of examples. It counts the maps solved of it from the start.
 
     Args:
         rank (int, 32): rank the map is cut to before use, in the metric of its output; ``2 * head_dim`` keeps all.
@@ -51,15 +49,12 @@ class Ridge(Policy):
 
     rank: int = 32
     penalty: float | None = None
-    max_bytes: int = 1 << 30
-    _states: EdgeStates[EdgeRegression] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_range(self.name, "rank", self.rank, 1)
-        check_range(self.name, "max_bytes", self.max_bytes, 0)
+        super().__post_init__()
+        self._check_range("rank", 1)
         if self.penalty is not None:
-            check_range(self.name, "penalty", self.penalty, 1e-9)
-        self._states = EdgeStates(self.max_bytes)
+            self._check_range("penalty", 1e-9)
 
     def observe(self, edge: Edge, reference: KV, truth: KV) -> None:
         """Add the moments of one example. A segment without tokens teaches nothing and is not counted.
@@ -68,28 +63,24 @@ class Ridge(Policy):
             ValueError: shapes disagree, with each other or with earlier examples.
         """
         tokens = check_example(reference, truth)
-        if tokens == 0 or reference.keys.shape[0] == 1:
+        layers, kv_heads, _, head_dim = truth.keys.shape
+        if tokens == 0 or layers == 1:
             return
-        state = self._states.get(edge)
-        if state is None:
-            state = EdgeRegression.empty(truth, self.rank)
+        state = self._use(edge) or EdgeRegression.empty(layers, kv_heads, head_dim, self.rank, truth.keys.device)
         state.learn(reference, truth)
-        self._states.put(edge, state)
-        self._states.evict()
+        self._keep(edge, state)
 
     def ready(self, edge: Edge, reference: KV | None = None) -> Readiness:
         """Ready from the first example on."""
-        state = self._states.peek(edge)
+        state = self.states.get(edge)
         if state is None:
             return Readiness(examples=0, ready=False, reason="edge has no examples")
-        leverage = None
-        if reference is not None and reference.keys.shape[2]:
-            leverage = float(state.leverage(reference))
+        leverage = state.leverage(reference) if reference is not None and reference.keys.shape[2] else None
         return Readiness(examples=state.examples, ready=True, leverage=leverage)
 
     def correct(self, edge: Edge, reference: KV, start: int = 0) -> KV:
         """Reference plus mean correction plus the map's part, which shrinks as ``0.8 / leverage`` above 0.8."""
-        if self._states.peek(edge) is None or reference.keys.shape[2] == 0:
+        if edge not in self.states or reference.keys.shape[2] == 0:
             return reference
         out = KV(torch.empty_like(reference.keys), torch.empty_like(reference.values))
         for layers, part in self.estimates(edge, reference, start, Scratch(reference.keys.device)):
@@ -103,61 +94,26 @@ class Ridge(Policy):
         return scratch.copies(reference) if correction is None else correction.estimates(reference, scratch)
 
     def correction(self, edge: Edge, reference: KV, start: int = 0, leverage: float | None = None) -> Correction | None:
-        state = self._states.get(edge)
+        state = self._use(edge)
         if state is None or reference.keys.shape[2] == 0:
             return None
         return state.correction(reference, start, self._penalty(state), leverage)
 
     def prepare(self, edge: Edge) -> None:
         """Solve the edge's map if it has learned since it was solved last."""
-        state = self._states.peek(edge)
+        state = self.states.get(edge)
         if state is not None:
             state.prepare(self._penalty(state))
+
+    def merge(self, learned: Mapping[Edge, EdgeRegression]) -> None:
+        """Take in what was learned elsewhere, as if its examples had been observed here. Nothing of it is shared."""
+        for edge, theirs in learned.items():
+            mine = self._use(edge) or theirs.blank(self.rank)
+            mine.merge(theirs)
+            self.states[edge] = mine
+        self._evict()
 
     def _penalty(self, state: EdgeRegression) -> float:
         if self.penalty is not None:
             return self.penalty
         return penalty_for(state.moments.rows, state.moments.features)
-
-    def state_bytes(self, edge: Edge | None = None) -> int:
-        """Bytes of moments and of the maps solved of them, which count from the start."""
-        return self._states.state_bytes(edge)
-
-    def forget(self, edge: Edge) -> None:
-        """Drop an edge's moments and map."""
-        self._states.forget(edge)
-
-    def edges(self) -> tuple[Edge, ...]:
-        """Edges with examples, least recently used first."""
-        return tuple(self._states)
-
-    def merge(self, other: Ridge) -> None:
-        """Take in everything another policy has learned, as if its examples had been observed here."""
-        for edge in other.edges():
-            theirs = other._states.peek(edge)
-            assert theirs is not None
-            mine = self._states.get(edge) or theirs.blank(self.rank)
-            mine.merge(theirs)
-            self._states.put(edge, mine)
-        self._states.evict()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """What was learned, as plain tensors under readable names (a JSON list of edge and tensor)."""
-        tensors: dict[str, torch.Tensor] = {}
-        for edge in self.edges():
-            state = self._states.peek(edge)
-            assert state is not None
-            for part, tensor in state.tensors().items():
-                tensors[json.dumps([*edge, part])] = tensor
-        return tensors
-
-    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace everything by what ``state_dict`` returned."""
-        parts: dict[Edge, dict[str, torch.Tensor]] = {}
-        for key, tensor in tensors.items():
-            *edge, part = json.loads(key)
-            parts.setdefault(Edge(*edge), {})[part] = tensor
-        self._states = EdgeStates(self.max_bytes)
-        for edge_key, state in parts.items():
-            self._states.put(edge_key, EdgeRegression.from_tensors(state, self.rank))
-        self._states.evict()
