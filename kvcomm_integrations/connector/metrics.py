@@ -89,7 +89,7 @@ REPAIR_SECONDS = Series(
 )
 STORE_BYTES = Series("vllm:kvcomm_store_bytes", Kind.GAUGE, "Bytes of references on a worker.", ("rank",))
 STATE_BYTES = Series("vllm:kvcomm_state_bytes", Kind.GAUGE, "Bytes of learned corrections on a worker.", ("rank",))
-REFERENCES = Series("vllm:kvcomm_references", Kind.GAUGE, "References held or promised.")
+REFERENCES = Series("vllm:kvcomm_references", Kind.GAUGE, "References held or reserved.")
 EDGES = Series(
     "vllm:kvcomm_edges",
     Kind.GAUGE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
-from kvcomm_integrations.connector.worker.worker import worker as worker_module
+from kvcomm_integrations.connector.worker import worker as worker_module
 from kvcomm_integrations.connector.worker.fault_injection import SWITCH, FaultInjector
 from kvcomm_integrations.connector.worker.worker import FAILED_ALONE, MEMORY, ConnectorWorker
 from kvcomm_integrations.errors import ConfigurationError, EngineError
