@@ -1,4 +1,4 @@
-"""Low-rank factors of many small matrices at once. Knows nothing of policies.
+"""Low-rank factors of many small matrices at once.
 
 Subspace iteration (Halko, Martinsson and Tropp, arXiv 0909.4061, section 4.5) instead of full decompositions: products
 of thin matrices run well in batches on any device, decompositions one after another do not.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 SWEEPS = 3
+"""Iterations; more make the basis more exact."""
 OVERSAMPLE = 8
+"""Columns iterated beyond those wanted, for the same end."""
 
 
 def leading_basis(gram: torch.Tensor, rank: int) -> torch.Tensor:
@@ -61,7 +63,7 @@ class Factors:
     Args:
         left: ``(layers, tokens, rank)``.
         right: ``(layers, rank, kv_heads * head_dim)``.
-        kv_heads: heads.
+        kv_heads: KV heads.
     """
 
     left: torch.Tensor
@@ -70,7 +72,7 @@ class Factors:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, rank: int) -> Factors:
-        """Factors of ``(layers, kv_heads, tokens, head_dim)``."""
+        """Factors of keys or values ``(layers, kv_heads, tokens, head_dim)``."""
         return cls(*truncate(tensor.transpose(1, 2).flatten(2), rank), tensor.shape[1])
 
     @property

@@ -1,4 +1,4 @@
-"""Edges: what a correction is learned for, and what is known of one. Needs no torch."""
+"""Edges: what corrections are learned for, and what is known about one. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Readiness:
-    """What a policy knows about an edge, and about one content on it."""
+    """What a policy knows about an edge, and about a content on it."""
 
     examples: int
     """Dense observations learned from."""
@@ -29,3 +29,4 @@ class Readiness:
     leverage: float | None = None
     """How far the content is from the examples, in units where below 0.8 is familiar and above 1 is new."""
     reason: str = ""
+    """Why it is not ready, or why it always is."""

@@ -1,7 +1,7 @@
 """Loading in one kernel: gather a reference, correct, rotate, and scatter into the paged cache of an accelerator.
 
 In plain torch the same takes a dozen operations for every few layers and writes the estimate to memory in between. The
-kernel is written in Triton, which comes with torch on a GPU and is not needed elsewhere. Knows nothing of requests.
+kernel is written in Triton, which comes with torch on a GPU and is not needed elsewhere.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.rope import Rope
 
 TOKENS = 16
-"""Tokens of one program."""
+"""Tokens that one program of the kernel writes."""
 MAX_RANK = 32
 MAX_DIM = 128
-"""Up to these a program keeps all it works on in registers (compiled for NVIDIA's sm_80 and sm_90)."""
+"""Up to this rank and head dimension a program keeps all it works on in registers (compiled for sm_80 and sm_90)."""
 
 
 def available(device: torch.device) -> bool:
@@ -36,10 +36,10 @@ def available(device: torch.device) -> bool:
 
 
 class FusedCache:
-    """Paged caches of all layers, to be filled by the kernel.
+    """Paged caches of all layers, written by the kernel.
 
-    All layers are written by one launch, which finds them in a table of addresses: for short contents a launch costs
-    as much as the work itself.
+    One launch writes all layers, which it finds in a table of addresses: for short contents a launch costs as much as
+    the work itself.
 
     Args:
         layers: one ``(blocks, kv_heads, block, 2 * head_dim)`` tensor per layer, all of the same strides, keys before
@@ -48,7 +48,7 @@ class FusedCache:
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], rope: Rope) -> None:
-        self._layers = list(layers)  # keeps alive what the table points to
+        self._layers = list(layers)  # keeps the memory that the table points to
         self._rope = rope
         first = self._layers[0]
         if any(
@@ -62,7 +62,10 @@ class FusedCache:
         self._table = torch.tensor([layer.data_ptr() for layer in self._layers], dtype=torch.int64).to(self.device)
 
     def takes(self, reference: KV, correction: Correction) -> bool:
-        """Whether the kernel can write this estimate: of the cache's type and shape, its map on the cache's device."""
+        """Whether the kernel can write this estimate: of the cache's type and shape, its map on the cache's device.
+
+        ``reference`` is each ``(layers, kv_heads, tokens, head_dim)``.
+        """
         layers, kv_heads, _, dim = reference.keys.shape
         heads, inner, _ = correction.map.down_keys.shape
         return (
@@ -78,69 +81,48 @@ class FusedCache:
     def write(
         self, reference: KV, correction: Correction, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Write a content's estimate with rotated keys; nothing is waited for.
+        """Write a content's estimate with rotated keys; does not wait for the GPU.
 
         Args:
-            reference: keys before rotation and values, ``(layers, kv_heads, tokens, head_dim)``.
-            correction: for these tokens; `takes` must have said yes.
+            reference: keys before rotation and values, each ``(layers, kv_heads, tokens, head_dim)``.
+            correction: for these tokens; `takes` must have returned ``True``.
             positions: ``(tokens,)``, where the keys are rotated to.
             slots: ``(tokens,)`` int64 on the cache's device, block number times block size plus offset.
 
         Returns:
-            how many of the numbers written are not finite in the cache's type, ``(1,)`` int32.
+            how many of the numbers written are NaN or infinite in the cache's type, ``(1,)`` int32.
 
         Raises:
             UnsupportedModelError: a position that cannot be rotated to.
         """
         layers, kv_heads, tokens, dim = reference.keys.shape
-        strange = torch.zeros(1, dtype=torch.int32, device=self.device)
+        not_finite = torch.zeros(1, dtype=torch.int32, device=self.device)
         if tokens == 0:
-            return strange
+            return not_finite
         cosines, sines = self._rope.cos_sin(positions)
-        pairs, affine = self._rope.rotary_dim // 2, correction.map
+        pairs, interleaved, affine = self._rope.rotary_dim // 2, self._rope.interleaved, correction.map
         rank, features = affine.down_keys.shape[1] - 1, affine.down_position.shape[2]
         rest = dim - 2 * pairs
         _kernel()[(-(-tokens // TOKENS), kv_heads, layers)](
-            reference.keys,
-            *reference.keys.stride(),
-            reference.values,
-            *reference.values.stride(),
-            *affine,
-            correction.position.contiguous(),
-            cosines,
-            sines,
-            slots,
-            self._table,
-            *self._layers[0].stride(),
-            strange,
-            float(correction.trust),
-            kv_heads,
-            tokens,
-            block=self._block,
-            dim=dim,
-            rank=rank,
-            features=features,
-            pairs=pairs,
-            pair_step=2 if self._rope.interleaved else 1,
-            pair_distance=1 if self._rope.interleaved else pairs,
-            tokens_tile=TOKENS,
-            rank_tile=_tile(rank),
-            pairs_tile=_tile(pairs),
-            rest_tile=_tile(rest) if rest else 0,
-            dim_tile=_tile(dim),
-            precision="ieee" if torch.version.hip else "tf32x3",
-        )
-        return strange
+            reference.keys, *reference.keys.stride(), reference.values, *reference.values.stride(),
+            *affine, correction.position.contiguous(), cosines, sines, slots, self._table, *self._layers[0].stride(),
+            not_finite, float(correction.trust), kv_heads, tokens,
+            block=self._block, dim=dim, rank=rank, features=features,
+            pairs=pairs, pair_step=2 if interleaved else 1, pair_distance=1 if interleaved else pairs,
+            tokens_tile=TOKENS, rank_tile=_tile(rank), pairs_tile=_tile(pairs), rest_tile=_tile(rest) if rest else 0,
+            dim_tile=_tile(dim), precision="ieee" if torch.version.hip else "tf32x3",
+        )  # fmt: skip
+        return not_finite
 
 
 @cache
 def _kernel() -> Any:
-    """The kernel, compiled for each kind of model on first use (Triton keeps what it compiled on disk)."""
+    """The kernel. Triton compiles it on first use for each shape of model, and keeps the result on disk."""
     from kvcomm_integrations.reuse.fused_kernel import place_corrected
 
     return place_corrected
 
 
 def _tile(size: int) -> int:
-    """The next power of two, and no less than the side of a matrix product."""
+    """The next power of two, at least 16: the smallest side of a matrix product in Triton."""
     return max(16, 1 << (size - 1).bit_length())

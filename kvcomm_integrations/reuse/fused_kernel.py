@@ -1,4 +1,4 @@
-"""The Triton kernel that corrects, rotates and places a content in one go. Importing it needs Triton.
+"""The Triton kernel that corrects, rotates and writes a content in one pass. Importing it needs Triton.
 
 One program handles a tile of tokens of one head of one layer. A head's channels come in four groups, so that rotating
 needs no exchange between them: the first and the second channels of the rotary pairs, the keys' other channels, and
@@ -16,55 +16,24 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def place_corrected(
-    keys,
-    key_layer,
-    key_head,
-    key_token,
-    key_channel,
-    values,
-    value_layer,
-    value_head,
-    value_token,
-    value_channel,
-    down_keys,
-    down_values,
-    down_position,
-    up_keys,
-    up_values,
-    position,
-    cosines,
-    sines,
-    slots,
-    caches,
-    cache_block,
-    cache_head,
-    cache_token,
-    cache_channel,
-    strange,
-    trust,
-    kv_heads,
-    tokens,
-    block: tl.constexpr,
-    dim: tl.constexpr,
-    rank: tl.constexpr,
-    features: tl.constexpr,
-    pairs: tl.constexpr,
-    pair_step: tl.constexpr,
-    pair_distance: tl.constexpr,
-    tokens_tile: tl.constexpr,
-    rank_tile: tl.constexpr,
-    pairs_tile: tl.constexpr,
-    rest_tile: tl.constexpr,
-    dim_tile: tl.constexpr,
-    precision: tl.constexpr,
-):
+    keys, key_layer, key_head, key_token, key_channel,
+    values, value_layer, value_head, value_token, value_channel,
+    down_keys, down_values, down_position, up_keys, up_values, position, cosines, sines, slots,
+    caches, cache_block, cache_head, cache_token, cache_channel,
+    not_finite, trust, kv_heads, tokens,
+    block: tl.constexpr, dim: tl.constexpr, rank: tl.constexpr, features: tl.constexpr,
+    pairs: tl.constexpr, pair_step: tl.constexpr, pair_distance: tl.constexpr,
+    tokens_tile: tl.constexpr, rank_tile: tl.constexpr, pairs_tile: tl.constexpr, rest_tile: tl.constexpr,
+    dim_tile: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Estimate ``[K | V] + up @ (trust * down @ [K | V | position | 1]) + mean``, rotate the keys, write both.
 
     Grid: ``(tiles of tokens, kv_heads, layers)``. Layer 0 is not corrected. All products add up in float32.
 
     Args:
-        keys, values: the reference, ``(layers, kv_heads, tokens, dim)``, with their strides in elements.
-        down_keys, down_values: ``(heads, rank + 1, dim)``, contiguous like all that follow; ``heads`` from layer 1 on.
+        keys, values: the reference, each ``(layers, kv_heads, tokens, dim)``, with its strides in elements.
+        down_keys, down_values: ``(heads, rank + 1, dim)``, contiguous like all that follow up to ``slots``; ``heads``
+            are all KV heads of all layers from 1 on.
         down_position: ``(heads, rank + 1, features)``.
         up_keys: ``(heads, dim, rank + 1)``; its last column is the mean correction.
         up_values: ``(heads, rank + 1, dim)``; its last row is the mean correction.
@@ -73,7 +42,8 @@ def place_corrected(
         slots: ``(tokens,)`` int64, block number times ``block`` plus offset.
         caches: ``(layers,)`` int64, addresses of the layers' caches ``(blocks, kv_heads, block, 2 * dim)``, whose
             strides in elements follow.
-        strange: int32, counts the numbers written that are not finite.
+        not_finite: ``(1,)`` int32, counts the numbers written that are NaN or infinite in the caches' type.
+        trust: factor on all but the mean correction.
         pair_step, pair_distance: pair ``i`` is the channels ``i * pair_step`` and that plus ``pair_distance``.
         rest_tile: 0 if all channels are rotated.
         precision: of the products of float32 numbers, as Triton names it.
@@ -139,19 +109,19 @@ def place_corrected(
         c = _up(c, hidden, up_keys, inner, used, 1, other, left, up, rank, corrected, precision)
         count += _scatter(cache, target, real, other, left, cache_channel, c)
     if count > 0:
-        tl.atomic_add(strange, count)
+        tl.atomic_add(not_finite, count)
 
 
 @triton.jit
 def _gather(part, token, real, channel, wanted, by_token, by_channel):
-    """Channels of the tile's tokens in float32; zeros outside."""
+    """Channels of the tile's tokens, ``(tokens_tile, channels)`` in float32; zeros outside."""
     places = token[:, None] * by_token + channel[None, :] * by_channel
     return tl.load(part + places, mask=real[:, None] & wanted[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _down(hidden, part, matrix, inner, used, channel, wanted, by_inner, precision: tl.constexpr):
-    """What some channels add to the hidden ones."""
+    """``hidden`` ``(tokens_tile, rank_tile)`` with what the channels ``part`` ``(tokens_tile, channels)`` add to it."""
     places = channel[:, None] + inner[None, :] * by_inner
     weights = tl.load(matrix + places, mask=wanted[:, None] & used[None, :], other=0.0)
     return tl.dot(part, weights, hidden, input_precision=precision)
@@ -159,20 +129,10 @@ def _down(hidden, part, matrix, inner, used, channel, wanted, by_inner, precisio
 
 @triton.jit
 def _up(
-    part,
-    hidden,
-    matrix,
-    inner,
-    used,
-    by_inner,
-    channel,
-    wanted,
-    by_channel,
-    rank: tl.constexpr,
-    corrected,
+    part, hidden, matrix, inner, used, by_inner, channel, wanted, by_channel, rank: tl.constexpr, corrected,
     precision: tl.constexpr,
-):
-    """Some channels with what the hidden ones and the mean correction add to them."""
+):  # fmt: skip
+    """``part`` ``(tokens_tile, channels)`` with what hidden channels and the mean correction add to it."""
     places = inner[:, None] * by_inner + channel[None, :] * by_channel
     weights = tl.load(matrix + places, mask=used[:, None] & wanted[None, :], other=0.0)
     mean = tl.load(matrix + rank * by_inner + channel * by_channel, mask=wanted & corrected, other=0.0)
@@ -181,7 +141,7 @@ def _up(
 
 @triton.jit
 def _scatter(cache, target, real, channel, wanted, by_channel, numbers):
-    """Write numbers in the cache's type; how many of them are not finite in it."""
+    """Write ``(tokens_tile, channels)`` in the cache's type; returns how many of them are not finite in it."""
     here = real[:, None] & wanted[None, :]
     rounded = numbers.to(cache.dtype.element_ty)
     tl.store(cache + target[:, None] + channel[None, :] * by_channel, rounded, mask=here)

@@ -1,4 +1,4 @@
-"""References held by one worker. Obeys the scheduler half, which decides what to keep and what to evict."""
+"""References held by one worker. The connector's scheduler decides what to keep and what to drop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reference:
     """KV of one segment as it was computed in its source context.
 
     Args:
-        ref_id: the scheduler half's number for it.
+        ref_id: its number, given by the scheduler.
         keys: without rotation unless ``rotated``, ``(layers, kv_heads, tokens, head_dim)``.
         values: same shape.
         position: position its first token had in the source prompt.
@@ -79,7 +79,7 @@ class ReferenceStore:
         """Store a reference; one with the same number is replaced.
 
         Raises:
-            StoreFullError: it does not fit. The scheduler half should have ordered a drop first.
+            StoreFullError: it does not fit; the scheduler should have ordered a drop first.
         """
         replaced = self._references.get(reference.ref_id)
         needed = self.nbytes + reference.nbytes - (replaced.nbytes if replaced else 0)
@@ -103,16 +103,14 @@ class ReferenceStore:
             raise KeyError(f"reference {ref_id} is not in this worker's store ({len(self)} are)") from None
 
     def snapshot(self) -> tuple[Reference, ...]:
-        """All references held at this moment; may be asked for by any thread."""
+        """All references held now; may be called from any thread."""
         return tuple(self._references.values())
 
     def drop(self, ref_id: int) -> bool:
-        """Forget a reference; whether it was there."""
+        """Forget a reference; returns whether it was there."""
         reference = self._references.pop(ref_id, None)
-        if reference is None:
-            return False
-        self.nbytes -= reference.nbytes
-        return True
+        self.nbytes -= reference.nbytes if reference else 0
+        return reference is not None
 
     def clear(self) -> None:
         """Forget all."""

@@ -1,7 +1,8 @@
-"""Working memory that is kept between loads, so that a load touches no fresh page. Knows nothing of policies."""
+"""Working memory that is kept between loads: fresh memory would have to be mapped page by page for each of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from kvcomm_integrations.reuse.kv import KV
 
 CPU_CHUNK_BYTES = 16 << 20
-"""Estimates of so many layers at once are this large at most on a CPU, bytes: they stay in its caches."""
+"""Most bytes of estimates made at once on a CPU: they stay in its caches."""
 DEVICE_CHUNK_BYTES = 256 << 20
-"""The same on an accelerator, where few and large operations count."""
+"""The same on an accelerator, which prefers few and large operations."""
 
 
 class Scratch:
@@ -35,9 +36,7 @@ class Scratch:
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """A contiguous tensor of this shape in the buffer ``name``, on top of what was taken under that name before."""
-        size = 1
-        for length in shape:
-            size *= length
+        size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, device=self.device)
@@ -55,7 +54,7 @@ class Scratch:
         """Layers from ``first`` on, in slices whose keys and values fit into ``chunk_bytes``.
 
         Args:
-            shape: ``(layers, heads, tokens, dim)`` of keys.
+            shape: ``(layers, kv_heads, tokens, head_dim)`` of keys.
             first: first layer.
         """
         layers, heads, tokens, dim = shape
@@ -64,10 +63,12 @@ class Scratch:
             yield slice(start, min(start + step, layers))
 
     def copies(self, kv: KV, first: int = 0, end: int | None = None) -> Iterator[tuple[slice, KV]]:
-        """Layers ``[first, end)`` of KV as copies in these buffers, a few at a time; each overwrites the one before."""
-        _, heads, tokens, dim = kv.keys.shape
-        shape = torch.Size((kv.keys.shape[0] if end is None else end, heads, tokens, dim))
-        for layers in self.chunks(shape, first):
+        """Layers ``[first, end)`` of KV ``(layers, kv_heads, tokens, head_dim)`` as float32 copies in these buffers.
+
+        They come a few layers at a time, each with the shape of its slice, and each overwrites the one before.
+        """
+        total, heads, tokens, dim = kv.keys.shape
+        for layers in self.chunks(torch.Size((total if end is None else end, heads, tokens, dim)), first):
             count = layers.stop - layers.start
             keys = self.keys(count, heads, tokens, dim).transpose(2, 3)
             values = self.values(count, heads, tokens, dim)

@@ -1,4 +1,4 @@
-"""Moving tensors between host and accelerator without waiting for it. On a CPU all of it is what it says, at once."""
+"""Moving tensors between host and accelerator without waiting for them. On a CPU they are there at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcomm_integrations.reuse.kv import KV, checksum
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor made on the host, such as slot numbers, in the memory of ``device``.
+    """A small tensor made on the host (of any shape, such as slot numbers) in the memory of ``device``.
 
     From pageable memory the copy would wait for what the accelerator is doing; pinned memory is kept by torch until the
     copy is over.
@@ -21,26 +21,26 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Arriving(Protocol):
-    """KV on its way to where it is kept."""
+    """KV being copied to where it is kept."""
 
     def there(self) -> bool:
         """Whether it has arrived; does not wait."""
 
     def wait(self) -> tuple[KV, bool]:
-        """The KV, and whether it is numbers throughout; waits until it has arrived."""
+        """Wait until it has arrived: the KV, and whether it holds no NaN or infinity."""
 
 
 class ToHost:
-    """KV of a GPU on its way to pinned host memory, in a stream of its own, behind what its own stream holds by now.
+    """KV being copied from a GPU to pinned host memory, by a stream of its own, after all work queued so far.
 
     Args:
-        kv: what to copy; nobody else may change it.
+        kv: what to copy, each ``(layers, kv_heads, tokens, head_dim)``; it must not be changed any more.
         stream: the stream that copies.
-        keep: leave it on the GPU; only whether it is numbers throughout is brought to the host.
+        keep: leave the KV on the GPU; only whether it is finite is brought to the host.
     """
 
     def __init__(self, kv: KV, stream: torch.cuda.Stream, *, keep: bool) -> None:
-        self._source = kv  # its memory is not given away before the copy is over
+        self._source = kv  # its memory must not be freed before the copy is over
         self._sum = checksum(kv)
         stream.wait_stream(torch.cuda.current_stream(kv.keys.device))
         with torch.cuda.stream(stream):
@@ -50,11 +50,9 @@ class ToHost:
             self._done.record(stream)
 
     def there(self) -> bool:
-        """Whether it has arrived; does not wait."""
         return bool(self._done.query())
 
     def wait(self) -> tuple[KV, bool]:
-        """The KV, and whether it is numbers throughout; waits until it has arrived."""
         self._done.synchronize()
         return self._kept, bool(torch.isfinite(self._total))
 
