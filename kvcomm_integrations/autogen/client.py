@@ -44,6 +44,7 @@ from kvcomm_integrations.chat.tool_format import ToolFormat
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -148,6 +149,11 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         self._thoughts = ThoughtMemory()
         self._usage = RequestUsage(prompt_tokens=0, completion_tokens=0)
         self._last_report: RequestReport | None = None
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     # ---- engine --------------------------------------------------------------------------------------------------
