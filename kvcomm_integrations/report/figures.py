@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 from kvcomm_integrations.chat.request_log import PHASES, RunRecord
-from kvcomm_integrations.wire import EdgeReport, Mode, SegmentKind, SegmentReport
-
-KINDS = ("exact", "loaded", "repaired", "computed")
-"""What can become of a prompt token."""
+from kvcomm_integrations.wire import TREATMENTS, EdgeReport, Health, Mode, SegmentKind, SegmentReport
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class Phases:
 
     count: int
     ttft_ms: float
-    total_ms: float
     phases: dict[str, float]
 
 
@@ -31,14 +29,27 @@ class AgentFigures:
     reuse: Phases | None
     dense: Phases | None
     tokens: dict[str, float]
-    """Medians over the requests that could reuse: ``prompt`` and each of ``KINDS``."""
+    """Medians over the requests that could reuse: ``prompt`` and each of ``TREATMENTS``."""
+
+    @property
+    def requests(self) -> int:
+        """Timed requests that could reuse."""
+        return self.reuse.count if self.reuse else 0
+
+    @property
+    def reuse_ms(self) -> float | None:
+        """Median time to the first token with reuse, milliseconds."""
+        return self.reuse.ttft_ms if self.reuse else None
+
+    @property
+    def dense_ms(self) -> float | None:
+        """Median time to the first token without reuse, milliseconds."""
+        return self.dense.ttft_ms if self.dense else None
 
     @property
     def speedup(self) -> float | None:
         """Median time to the first token without reuse over that with reuse; ``None`` without both."""
-        if self.reuse is None or self.dense is None or not self.reuse.ttft_ms:
-            return None
-        return self.dense.ttft_ms / self.reuse.ttft_ms
+        return self.dense_ms / self.reuse_ms if self.dense_ms is not None and self.reuse_ms else None
 
 
 @dataclass
@@ -53,30 +64,44 @@ class EdgeFigures:
     repaired: int = 0
     examples: int = 0
     confidence: float | None = None
-    health: str = "open"
-    """``open``, ``deeper`` (repaired deeper) or ``closed`` (not loaded), after the latest audit."""
+    health: Health = Health.OPEN
+    """After the latest audit."""
     why: str = ""
-    audits: int = 0
     divergence: float | None = None
     """Last audited KL of the first token, nats."""
 
+    def count(self, part: SegmentReport, told: EdgeReport | None) -> None:
+        """Add one more segment, and what its report said of the edge."""
+        self.requests += bool(part.loaded)
+        self.loaded += part.loaded
+        self.repaired += part.repaired
+        self.examples, self.confidence, self.why = part.examples, part.confidence, part.reason
+        if told is not None:
+            self.health, self.divergence, self.why = told.health, told.divergence, told.why or part.reason
 
-@dataclass
+
+@dataclass(frozen=True)
 class Totals:
-    """Sums over all requests."""
+    """Sums over all requests that did not ask to run densely."""
 
-    requests: int = 0
-    prompt: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    completion: int = 0
-    errors: int = 0
-    audits: int = 0
-    lessons: int = 0
+    requests: int
+    prompt: int
+    tokens: dict[str, int]
+    """Prompt tokens by what became of them."""
+    errors: int
+    audits: int
+    observed: int
+    """Requests that ran densely so that policies learn from them."""
 
     @property
     def skipped(self) -> int:
         """Prompt tokens that nobody had to compute."""
         return self.tokens["exact"] + self.tokens["loaded"]
+
+
+def treated(report: RunRecord | SegmentReport) -> dict[str, int]:
+    """Tokens of a request or segment by what became of them."""
+    return {kind: getattr(report, kind) for kind in TREATMENTS}
 
 
 def is_dense(record: RunRecord) -> bool:
@@ -86,19 +111,15 @@ def is_dense(record: RunRecord) -> bool:
 
 def totals(records: Iterable[RunRecord]) -> Totals:
     """Sums over the requests that did not ask to run densely."""
-    sums = Totals()
-    for record in records:
-        if is_dense(record):
-            continue
-        sums.requests += 1
-        sums.prompt += record.prompt_tokens
-        sums.completion += record.completion_tokens
-        sums.errors += bool(record.error)
-        sums.audits += record.reason == "audit"
-        sums.lessons += record.reason == "learning" or record.asked is Mode.OBSERVE
-        for kind in KINDS:
-            sums.tokens[kind] += getattr(record, kind)
-    return sums
+    counted = [record for record in records if not is_dense(record)]
+    return Totals(
+        requests=len(counted),
+        prompt=sum(record.prompt_tokens for record in counted),
+        tokens={kind: sum(getattr(record, kind) for record in counted) for kind in TREATMENTS},
+        errors=sum(bool(record.error) for record in counted),
+        audits=sum(record.reason == "audit" for record in counted),
+        observed=sum(record.reason == "learning" or record.asked is Mode.OBSERVE for record in counted),
+    )
 
 
 def by_agent(records: Sequence[RunRecord]) -> list[AgentFigures]:
@@ -107,8 +128,8 @@ def by_agent(records: Sequence[RunRecord]) -> list[AgentFigures]:
     for name in dict.fromkeys(record.agent for record in records):
         own = [record for record in records if record.agent == name and not record.error]
         reuse = [record for record in own if record.asked is Mode.AUTO]
-        tokens = {kind: _median([getattr(record, kind) for record in reuse]) for kind in KINDS}
-        tokens["prompt"] = _median([record.prompt_tokens for record in reuse])
+        tokens = {"prompt": _median([record.prompt_tokens for record in reuse])}
+        tokens |= {kind: _median([getattr(record, kind) for record in reuse]) for kind in TREATMENTS}
         figures.append(AgentFigures(name, _phases(reuse), _phases(list(filter(is_dense, own))), tokens))
     return figures
 
@@ -122,20 +143,8 @@ def edges(records: Iterable[RunRecord]) -> list[EdgeFigures]:
             source = told.source if told is not None else part.source
             if part.kind is SegmentKind.PLACEHOLDER and source:
                 key = (source, record.agent, part.name)
-                _count(found.setdefault(key, EdgeFigures(*key)), part, told)
+                found.setdefault(key, EdgeFigures(*key)).count(part, told)
     return list(found.values())
-
-
-def _count(edge: EdgeFigures, part: SegmentReport, told: EdgeReport | None) -> None:
-    edge.requests += bool(part.loaded)
-    edge.loaded += part.loaded
-    edge.repaired += part.repaired
-    edge.examples = part.examples
-    edge.confidence = part.confidence
-    edge.why = part.reason
-    if told is not None:
-        edge.health, edge.audits, edge.divergence = told.health, told.audits, told.divergence
-        edge.why = told.why or part.reason
 
 
 @dataclass(frozen=True)
@@ -147,11 +156,6 @@ class SessionRuns:
     records: tuple[RunRecord, ...]
     dense: tuple[RunRecord, ...] = ()
 
-    @property
-    def alone_and_dense(self) -> bool:
-        """A dense session that no other is compared with."""
-        return is_dense(self.records[0])
-
 
 def sessions(records: Iterable[RunRecord]) -> list[SessionRuns]:
     """Requests by session, in order of their start. A dense session goes with the one of the same agents before or
@@ -159,19 +163,17 @@ def sessions(records: Iterable[RunRecord]) -> list[SessionRuns]:
     groups: dict[tuple[str, str, bool], list[RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.started):
         groups.setdefault((record.tenant, record.session, is_dense(record)), []).append(record)
-    waiting: dict[tuple[str, ...], list[tuple[str, str, bool]]] = {}
-    for key, own in groups.items():
-        if key[2]:
-            waiting.setdefault(tuple(record.agent for record in own), []).append(key)
-    found, used = [], set()
-    for key, own in groups.items():
-        if not key[2]:
-            partners = waiting.get(tuple(record.agent for record in own), []) if own[0].asked is Mode.AUTO else []
-            partner = partners.pop(0) if partners else None
-            used.add(partner)
-            found.append(SessionRuns(*key[:2], tuple(own), tuple(groups[partner]) if partner else ()))
-    found += [SessionRuns(*key[:2], tuple(own)) for key, own in groups.items() if key[2] and key not in used]
-    return sorted(found, key=lambda runs: runs.records[0].started)
+    waiting: defaultdict[tuple[str, ...], deque[SessionRuns]] = defaultdict(deque)
+    found = []
+    for tenant, session, dense in sorted(groups, key=lambda key: not key[2]):
+        own = tuple(groups[tenant, session, dense])
+        alike = waiting[tuple(record.agent for record in own)]
+        if dense:
+            alike.append(SessionRuns(tenant, session, own))
+        else:
+            partner = alike.popleft().records if alike and own[0].asked is Mode.AUTO else ()
+            found.append(SessionRuns(tenant, session, own, partner))
+    return sorted([*found, *chain(*waiting.values())], key=lambda runs: runs.records[0].started)
 
 
 def _phases(records: Sequence[RunRecord]) -> Phases | None:
@@ -181,7 +183,6 @@ def _phases(records: Sequence[RunRecord]) -> Phases | None:
     return Phases(
         len(timed),
         _median([record.ttft_ms or 0.0 for record in timed]),
-        _median([record.total_ms for record in timed]),
         {phase: _median([record.phases[phase] for record in timed]) for phase in PHASES},
     )
 

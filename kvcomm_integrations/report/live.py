@@ -9,15 +9,14 @@ import ipaddress
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kvcomm_integrations.chat.request_log import RequestLog
+from pydantic import BaseModel
+
+from kvcomm_integrations.chat.request_log import RequestLog, RunRecord
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.report.markup import join, tag
-from kvcomm_integrations.report.page import live_page, state_line
-from kvcomm_integrations.report.panels import panels
+from kvcomm_integrations.report.page import live_page, live_panels
 
 PATH = "/kvcomm"
 """Where the page lives; ``/kvcomm/panels`` and ``/kvcomm/data`` belong to it."""
@@ -29,24 +28,31 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-@dataclass(frozen=True)
+class Snapshot(BaseModel):
+    """What an engine says of its requests at ``/kvcomm/data``."""
+
+    model: str
+    running: tuple[RunRecord, ...]
+    records: tuple[RunRecord, ...]
+
+
 class Response:
-    """What to answer over HTTP."""
+    """An answer over HTTP: never stored, never framed, its type never guessed at."""
 
-    status: int
-    kind: str
-    body: bytes
-
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer: never stored, never framed, never guessed at."""
-        return {
-            "content-type": f"{self.kind}; charset=utf-8",
+    def __init__(self, status: int, kind: str, text: str) -> None:
+        self.status = status
+        self.body = text.encode()
+        self.headers = {
+            "content-type": f"{kind}; charset=utf-8",
             "content-length": str(len(self.body)),
             "cache-control": "no-store",
             "x-content-type-options": "nosniff",
             "x-frame-options": "DENY",
             "referrer-policy": "no-referrer",
         }
+
+
+REFUSED = Response(403, "text/plain", "this page is for the server's own machine, by the name localhost\n")
 
 
 def respond(log: RequestLog, method: str, path: str) -> Response:
@@ -58,21 +64,16 @@ def respond(log: RequestLog, method: str, path: str) -> Response:
         path: ``/kvcomm`` (the page), ``/kvcomm/panels`` (what the page's script fetches) or ``/kvcomm/data`` (JSON).
     """
     if method not in ("GET", "HEAD"):
-        return Response(405, "text/plain", b"read-only: use GET\n")
-    records, path = log.records(), path.partition("?")[0].rstrip("/")
+        return Response(405, "text/plain", "read-only: use GET\n")
+    records, running, path = log.records(), log.running(), path.partition("?")[0].rstrip("/")
     if path == PATH:
-        return Response(200, "text/html", _encoded(live_page(records, TITLE, len(log.running()))))
+        return Response(200, "text/html", live_page(records, TITLE, len(running)))
     if path == f"{PATH}/panels":
-        line = tag("p", state_line(records, len(log.running())), id="state-line")
-        return Response(200, "text/html", _encoded(join(line, tag("div", panels(records), id="panels-now"))))
+        return Response(200, "text/html", live_panels(records, len(running)))
     if path == f"{PATH}/data":
-        rows = {
-            "model": log.model,
-            "running": [record.model_dump(mode="json") for record in log.running()],
-            "records": [record.model_dump(mode="json") for record in records],
-        }
-        return Response(200, "application/json", json.dumps(rows).encode())
-    return Response(404, "text/plain", f"nothing here; the page is at {PATH}\n".encode())
+        now = Snapshot(model=log.model, running=tuple(running), records=tuple(records))
+        return Response(200, "application/json", json.dumps(now.model_dump(mode="json")))
+    return Response(404, "text/plain", f"nothing here; the page is at {PATH}\n")
 
 
 class LiveServer:
@@ -134,11 +135,10 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
         sys_version = ""
 
         def do_GET(self) -> None:
-            answer = respond(source(), self.command, self.path)
-            if not _is_local_name(self.headers.get("host", "")):
-                answer = Response(403, "text/plain", b"ask for it by the name localhost\n")
+            local = _is_local_name(self.headers.get("host", ""))
+            answer = respond(source(), self.command, self.path) if local else REFUSED
             self.send_response(answer.status)
-            for name, value in answer.headers().items():
+            for name, value in answer.headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -167,11 +167,9 @@ def asgi_app(
             return
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
         client = (scope.get("client") or ("",))[0]
-        if allow_remote or (_is_loopback(client) and _is_local_name(host)):
-            answer = respond(source(), scope["method"], scope["path"])
-        else:
-            answer = Response(403, "text/plain", b"this page is for the server's own machine\n")
-        headers = [(name.encode(), value.encode()) for name, value in answer.headers().items()]
+        local = allow_remote or (_is_loopback(client) and _is_local_name(host))
+        answer = respond(source(), scope["method"], scope["path"]) if local else REFUSED
+        headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         await send({"type": "http.response.body", "body": answer.body if scope["method"] != "HEAD" else b""})
 
@@ -179,10 +177,8 @@ def asgi_app(
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -191,7 +187,3 @@ def _is_local_name(header: str) -> bool:
     """The ``Host`` header names this machine: a page elsewhere cannot read ours by pointing its own name at us."""
     name = header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
     return _is_loopback(name)
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")

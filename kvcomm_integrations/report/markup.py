@@ -1,68 +1,53 @@
-"""HTML by functions: whatever is not markup already is escaped, so no name or text can become part of a page."""
+"""Renders the templates of this package. Every value is escaped, so no name or text can become part of a page."""
 
 from __future__ import annotations
 
-import html
+from functools import cache
 from typing import Any
 
-_PICTURES = 0x2400
-"""Start of Unicode's pictures of control characters."""
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvcomm_integrations.report import drawing, figures, words
+from kvcomm_integrations.wire import TREATMENTS, Health
 
 
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
-
-def text(value: object) -> Markup:
-    """A value as escaped text; control characters and halves of characters become visible."""
-    if isinstance(value, Markup):
-        return value
-    return Markup(html.escape(visible(str(value))))
+def render(template: str, **values: Any) -> str:
+    """A template of this package with these values in it."""
+    return _environment().get_template(template).render(**values)
 
 
-def visible(words: str) -> str:
-    """``words`` with control characters as pictures, and nothing that turns the direction of writing."""
-    return "".join(map(_visible, words))
+@cache
+def asset(name: str) -> Markup:
+    """A file that goes into a page as it is: the style sheet or the script."""
+    environment = _environment()
+    assert environment.loader is not None
+    return Markup(environment.loader.get_source(environment, name)[0])
 
 
-def join(*children: object) -> Markup:
-    """Children one after another; ``None`` is left out, lists are flattened."""
-    parts = []
-    for child in children:
-        if isinstance(child, (list, tuple)):
-            parts.append(join(*child))
-        elif child is not None:
-            parts.append(text(child))
-    return Markup("".join(parts))
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("kvcomm_integrations.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (
+        drawing.abridged, drawing.agent_graph, drawing.agent_rows, drawing.prompt_bars, drawing.session_rows,
+        drawing.short, figures.treated, words.fixed, words.milliseconds, words.moment, words.segment_title, words.share,
+    )  # fmt: skip
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.tests |= {"dense": figures.is_dense, "numeric": _numeric}
+    environment.globals |= {"TREATMENTS": list(TREATMENTS), "HEALTH": list(Health)}
+    return environment
 
 
-def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
-    """An element.
-
-    Args:
-        name: the element's name.
-        children: text, markup, or lists of these.
-        attributes: ``class_`` and the like lose their last underscore, others become dashes; ``None`` and ``False``
-            are left out, ``True`` stands alone.
-    """
-    inside = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in ("meta", "link", "br", "hr"):
-        return Markup(f"<{name}{inside}>")
-    return Markup(f"<{name}{inside}>{join(*children)}</{name}>")
+def _visible(value: Any) -> Any:
+    return value if hasattr(value, "__html__") else words.visible(str(value))
 
 
-def _attribute(key: str, value: Any) -> str:
-    if value is None or value is False:
-        return ""
-    name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{text(value)}"'
-
-
-def _visible(character: str) -> str:
-    if character < " " and character not in "\n\t":
-        return chr(_PICTURES + ord(character))
-    if "\x7f" <= character <= "\x9f" or "\ud800" <= character <= "\udfff" or character in "\u202a\u202b\u202d\u202e":
-        return "\ufffd"
-    return character
+def _numeric(value: object) -> bool:
+    return isinstance(value, (int, float)) or str(value)[:1].isdigit()

@@ -1,18 +1,15 @@
-"""The page around the panels. Static pages hold no script; nothing is ever fetched from elsewhere."""
+"""The pages: of a finished run, without script, and live. Nothing is ever fetched from elsewhere."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
+from typing import Any
 
 from kvcomm_integrations.chat.request_log import RunRecord
-from kvcomm_integrations.report.drawing import definitions
-from kvcomm_integrations.report.markup import Markup, join, tag
-from kvcomm_integrations.report.panels import panels
-from kvcomm_integrations.report.words import moment
+from kvcomm_integrations.report.figures import by_agent, edges, is_dense, sessions, totals
+from kvcomm_integrations.report.markup import asset, render
 
 SECTIONS = {
     "savings": "Savings",
@@ -22,72 +19,57 @@ SECTIONS = {
     "edges": "Edges",
     "audits": "Audits",
 }
+SESSIONS_SHOWN = 12
+PROMPTS_SHOWN = 60
+"""Latest sessions and prompts that are drawn; the rest is in the JSON lines."""
 
 
 def page(records: Sequence[RunRecord], title: str) -> str:
     """A whole page for a finished run."""
-    return _document(title, _subtitle(records), panels(records))
+    return render("page.html", **_values(records), **_frame(title))
 
 
 def live_page(records: Sequence[RunRecord], title: str, running: int) -> str:
     """The same with a script that fetches the panels anew every two seconds from ``<this page>/panels``."""
-    controls = tag(
-        "p",
-        tag("button", "Pause", type="button", id="pause", aria_pressed="false"),
-        " ",
-        tag("span", state_line(records, running), id="state", role="status"),
-    )
-    return _document(title, _subtitle(records), panels(records), controls=controls, script=_asset("live.js"))
+    return render("page.html", running=running, **_values(records), **_frame(title, asset("live.js")))
 
 
-def state_line(records: Sequence[RunRecord], running: int) -> str:
-    """How many requests run and have finished, in words."""
-    return f"{running} running, {len(records)} finished"
+def live_panels(records: Sequence[RunRecord], running: int) -> str:
+    """What the live page's script fetches: how many requests run, and the panels."""
+    return render("live_panels.html", running=running, **_values(records))
 
 
-def _document(title: str, subtitle: str, body: Markup, controls: Markup | None = None, script: str = "") -> str:
-    links = [tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name in SECTIONS.items()]
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=content_policy(script)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(_asset("style.css"))),
-    )
-    content = tag(
-        "body",
-        tag("a", "Skip to the panels", href="#panels", class_="skip"),
-        definitions(),
-        tag("header", tag("h1", title), tag("p", subtitle), controls),
-        tag("nav", tag("ul", links), aria_label="Panels"),
-        tag("main", body, id="panels", tabindex=-1),
-        tag("script", Markup(script)) if script else None,
-    )
-    return "<!doctype html>\n" + tag("html", join(head, content), lang="en") + "\n"
+def agent_table(records: Sequence[RunRecord]) -> str:
+    """Medians of each agent, as a table."""
+    return render("agent_table.html", agents=by_agent(records))
 
 
 def content_policy(script: str = "") -> str:
     """A content security policy that allows the page's own style and script, and nothing else."""
-    style_hash, script_hash = _hash(_asset("style.css")), _hash(script)
-    allowed = f"; script-src '{script_hash}'; connect-src 'self'" if script else ""
+    style_hash = _hash(asset("style.css"))
+    allowed = f"; script-src '{_hash(script)}'; connect-src 'self'" if script else ""
     return f"default-src 'none'; style-src '{style_hash}'; img-src data:; base-uri 'none'; form-action 'none'{allowed}"
 
 
-def _subtitle(records: Sequence[RunRecord]) -> str:
-    if not records:
-        return "No requests yet."
-    models = ", ".join(dict.fromkeys(record.model.rstrip("/").rpartition("/")[2] for record in records)) or "unknown"
-    began, ended = min(r.started for r in records), max(r.started for r in records)
-    return f"Model {models}. {len(records)} requests from {moment(began)} to {moment(ended)}."
+def _frame(title: str, script: str = "") -> dict[str, Any]:
+    """What stands around the panels."""
+    policy = content_policy(script)
+    return {"title": title, "sections": SECTIONS, "policy": policy, "style": asset("style.css"), "script": script}
 
 
-@cache
-def _asset(name: str) -> str:
-    return (files("kvcomm_integrations.report") / "assets" / name).read_text(encoding="utf-8")
+def _values(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """What the panels show."""
+    return {
+        "records": records,
+        "requests": [record for record in records if not is_dense(record)],
+        "models": list(dict.fromkeys(record.model.rstrip("/").rpartition("/")[2] for record in records)),
+        "sums": totals(records),
+        "agents": by_agent(records),
+        "sessions": sessions(records),
+        "edges": edges(records),
+        "sessions_shown": SESSIONS_SHOWN,
+        "prompts_shown": PROMPTS_SHOWN,
+    }
 
 
 def _hash(content: str) -> str:

@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.report.figures import KINDS, by_agent
-from kvcomm_integrations.report.page import page
-from kvcomm_integrations.report.panels import agent_table
+from kvcomm_integrations.report.figures import by_agent
+from kvcomm_integrations.report.page import agent_table, page
 
 
 class RunReport:
@@ -50,10 +49,10 @@ class RunReport:
         return [
             {
                 "agent": agent.name,
-                "requests": agent.reuse.count if agent.reuse else 0,
-                **{f"{kind}_tokens": agent.tokens[kind] for kind in ("prompt", *KINDS)},
-                "ttft_ms": agent.reuse.ttft_ms if agent.reuse else None,
-                "dense_ttft_ms": agent.dense.ttft_ms if agent.dense else None,
+                "requests": agent.requests,
+                **{f"{kind}_tokens": median for kind, median in agent.tokens.items()},
+                "ttft_ms": agent.reuse_ms,
+                "dense_ttft_ms": agent.dense_ms,
                 "speedup": agent.speedup,
             }
             for agent in by_agent(self.records)
@@ -105,21 +104,20 @@ class RunReport:
 
 
 def _parse(path: Path, content: str) -> list[RunRecord]:
-    try:
-        rows = json.loads(content) if content.lstrip().startswith("[") else None
-    except ValueError as err:
-        raise ConfigurationError(f"{path} is not valid JSON: {err}") from err
-    if rows is not None:
+    if content.lstrip().startswith("["):
+        try:
+            rows = json.loads(content)
+        except ValueError as err:
+            raise ConfigurationError(f"{path} is not valid JSON: {err}") from err
         return [_record(path, number, row) for number, row in enumerate(rows, 1)]
     records = []
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             try:
-                records.append(_record(path, number, json.loads(line)))
+                row = json.loads(line)
             except ValueError as err:
-                if isinstance(err, ConfigurationError):
-                    raise
                 raise ConfigurationError(f"{path} is not JSON lines: line {number}: {err}") from err
+            records.append(_record(path, number, row))
     return records
 
 

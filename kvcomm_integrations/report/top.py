@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import httpx
-from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.errors import EngineError
-from kvcomm_integrations.report.figures import KINDS, by_agent, edges, totals
-from kvcomm_integrations.report.live import PATH
-from kvcomm_integrations.report.markup import visible
-from kvcomm_integrations.report.words import milliseconds, share
+from kvcomm_integrations.report.figures import by_agent, edges, totals, treated
+from kvcomm_integrations.report.live import PATH, Snapshot
+from kvcomm_integrations.report.words import STYLES, fixed, milliseconds, share, visible
 
-STYLES = {"exact": "green", "loaded": "cyan", "repaired": "yellow", "computed": "red"}
 LATEST = 8
 """Requests listed."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What an engine says of its requests."""
-
-    model: str
-    running: tuple[RunRecord, ...]
-    records: tuple[RunRecord, ...]
 
 
 def fetch(url: str, timeout: float = 5.0) -> Snapshot:
@@ -49,19 +34,14 @@ def fetch(url: str, timeout: float = 5.0) -> Snapshot:
     try:
         answer = httpx.get(address, timeout=timeout)
         answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return Snapshot(
-            str(found["model"]),
-            tuple(map(RunRecord.model_validate, found["running"])),
-            tuple(map(RunRecord.model_validate, found["records"])),
-        )
+        return Snapshot.model_validate(answer.json())
     except (httpx.HTTPError, httpx.InvalidURL) as err:
         raise EngineError(
             f"{address} does not answer ({err}); start the page with model.live() or kvcomm serve --live, and give its "
             "address"
         ) from err
-    except (ValueError, KeyError, TypeError, ValidationError) as err:
-        raise EngineError(f"{address} is not a live page of ours: {type(err).__name__}") from err
+    except ValueError as err:
+        raise EngineError(f"{address} is not a live page of kvcomm: {type(err).__name__}") from err
 
 
 def view(now: Snapshot) -> Group:
@@ -76,15 +56,14 @@ def view(now: Snapshot) -> Group:
 
 
 def _agents(now: Snapshot) -> Table:
-    table = _table("Agents (medians)", "agent", "requests", "prompt", *KINDS, "first token", "dense")
+    table = _table("Agents (medians)", "agent", "requests", "prompt", *STYLES, "first token", "dense")
     for agent in by_agent(now.records):
         table.add_row(
             Text(visible(agent.name)),
-            str(agent.reuse.count if agent.reuse else 0),
-            f"{agent.tokens['prompt']:.0f}",
-            *(Text(f"{agent.tokens[kind]:.0f}", style=STYLES[kind]) for kind in KINDS),
-            milliseconds(agent.reuse.ttft_ms if agent.reuse else None),
-            milliseconds(agent.dense.ttft_ms if agent.dense else None),
+            str(agent.requests),
+            *(Text(f"{median:.0f}", style=STYLES.get(kind, "")) for kind, median in agent.tokens.items()),
+            milliseconds(agent.reuse_ms),
+            milliseconds(agent.dense_ms),
         )
     return table
 
@@ -97,19 +76,19 @@ def _edges(now: Snapshot) -> Table:
             str(edge.loaded),
             str(edge.examples),
             edge.health,
-            "–" if edge.divergence is None else f"{edge.divergence:.3f}",
+            fixed(edge.divergence, 3),
         )
     return table
 
 
 def _requests(now: Snapshot) -> Table:
-    table = _table("Latest requests", "request", "agent", "session", *KINDS, "first token", "total", "ended")
+    table = _table("Latest requests", "request", "agent", "session", *STYLES, "first token", "total", "ended")
     for record in [*now.records[-LATEST:], *now.running]:
         table.add_row(
             str(record.number),
             Text(visible(record.agent)),
             Text(visible(record.session)),
-            *(Text(str(getattr(record, kind)), style=STYLES[kind]) for kind in KINDS),
+            *(Text(str(tokens), style=STYLES[kind]) for kind, tokens in treated(record).items()),
             milliseconds(record.ttft_ms),
             milliseconds(record.total_ms),
             record.error or record.finish_reason or "running",

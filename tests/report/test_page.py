@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
+from jinja2 import UndefinedError
 
 from kvcomm_integrations.chat.request_log import RunRecord
-from kvcomm_integrations.report.figures import by_agent, edges, sessions, totals
-from kvcomm_integrations.report.markup import tag
+from kvcomm_integrations.report.figures import AgentFigures, by_agent, edges, sessions, totals
+from kvcomm_integrations.report.markup import asset, render
 from kvcomm_integrations.report.page import SECTIONS, live_page
 from kvcomm_integrations.report.run_report import RunReport
 
@@ -90,8 +93,19 @@ def test_a_dense_session_goes_with_its_like(record: Callable[..., RunRecord]) ->
 def test_nothing_comes_from_elsewhere_and_nothing_runs(run: list[RunRecord]) -> None:
     page = RunReport(run).html()
     assert "<script" not in page and "http" not in re.sub(r"http-equiv", "", page)
-    assert "default-src &#x27;none&#x27;" in page
+    (policy,) = [a["content"] for _, a in read(page).elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "script-src" not in policy and "connect-src" not in policy
     assert len(page.encode()) < 100_000
+
+
+def test_the_policy_allows_what_the_page_holds(run: list[RunRecord]) -> None:
+    page = live_page(run, "live", 0)
+    (policy,) = [a["content"] for _, a in read(page).elements if a.get("http-equiv") == "Content-Security-Policy"]
+    for element in ("style", "script"):
+        (held,) = re.findall(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(held.encode()).digest()).decode()
+        assert f"{element}-src 'sha256-{digest}'" in str(policy)
 
 
 @pytest.mark.parametrize("field", ["agent", "session", "model", "tenant", "reason", "error", "finish_reason"])
@@ -112,9 +126,7 @@ def test_an_empty_run_has_a_page_too() -> None:
 
 def test_light_and_dark_have_contrast() -> None:
     """Text against its background, by WCAG's formula: 4.5 for text, 3 for parts of pictures."""
-    from kvcomm_integrations.report import page as page_module
-
-    style = page_module._asset("style.css")
+    style = asset("style.css")
     themes = [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{([^}]*)\}", style)]
     assert len(themes) == 2
     for theme in themes:
@@ -136,7 +148,9 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_markup_escapes_attributes_and_text() -> None:
-    assert tag("a", "<b>", [tag("i", 1), None], title='"x"', hidden=True, id=None, data_x=2) == (
-        '<a title="&quot;x&quot;" hidden data-x="2">&lt;b&gt;<i>1</i></a>'
-    )
+def test_templates_escape_attributes_and_text() -> None:
+    agent = AgentFigures('<b> "x" \x1b', None, None, {"prompt": 0.0})
+    shown = render("agent_table.html", agents=[agent])
+    assert '<th scope="row">&lt;b&gt; &#34;x&#34; \u241b</th><td class="number">0</td>' in shown
+    with pytest.raises(UndefinedError):
+        render("agent_table.html")

@@ -18,7 +18,10 @@ from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.run_report import RunReport, read_runs
 from kvcomm_integrations.wire import Mode
 
-QUESTION = "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day?"
+QUESTION = (
+    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third of "
+    "that, and every Sunday all of them get half of what they eat on any other day of the week?"
+)
 
 
 @pytest.fixture(scope="module")
