@@ -36,6 +36,12 @@ class EngineClosedError(EngineError):
     worth_retrying = False
 
 
+class EngineForkedError(EngineError):
+    """A forked child used what only its parent can use: an engine in process, or an answer that was begun there."""
+
+    worth_retrying = False
+
+
 class RequestRefusedError(EngineError):
     """The engine is there and refuses this request; it would refuse it again."""
 

@@ -44,6 +44,7 @@ from kvcomm_integrations.engines.pieces import Piece
 from kvcomm_integrations.engines.shared import get_engine
 from kvcomm_integrations.engines.tool_codec import ToolCodec
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.prompts.messages import ChatMessage
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -148,6 +149,11 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         self._thoughts = ThoughtMemory()
         self._usage = RequestUsage(prompt_tokens=0, completion_tokens=0)
         self._last_report: RequestReport | None = None
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     # ---- engine --------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from autogen_core import AgentId, MessageHandlerContext
 from autogen_core.models import AssistantMessage, LLMMessage, SystemMessage
 
+from kvcomm_integrations.forks import watch
+
 DEFAULT_AGENT = "default"
 DEFAULT_SESSION = "default"
 _MAX_NAME = 256 - len("agent::response")
@@ -121,6 +123,11 @@ class _AgentNames:
     def __init__(self, size: int) -> None:
         self._size = size
         self._seen: OrderedDict[AgentId, _Seen] = OrderedDict()
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     def name(self, running: AgentId, digest: str) -> str:

@@ -27,6 +27,7 @@ from kvcomm_integrations.engines.pieces import (
     ToolCallPiece,
 )
 from kvcomm_integrations.errors import EngineError
+from kvcomm_integrations.forks import watch
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "function_calls"}
@@ -144,6 +145,11 @@ class ThoughtMemory:
     def __init__(self, size: int = 4096) -> None:
         self._size = size
         self._parts: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     def note(self, answer: Answer) -> None:

@@ -24,6 +24,7 @@ from kvcomm_integrations.engines.runs import RunLog
 from kvcomm_integrations.engines.tool_codec import ToolCodec, ToolUse, tool_use
 from kvcomm_integrations.engines.tracing import chat_span
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.contents import ContentRegistry, response_name
@@ -72,6 +73,11 @@ class ChatRuntime:
         self._registry = registry
         self._builder: PromptBuilder | None = None
         self._runs: RunLog | None = None
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     @property
@@ -353,16 +359,12 @@ def registry_session(tenant: str, session: str) -> str:
 
 
 _RUNTIME = "_chat_runtime"
-_runtimes_lock = threading.Lock()
 
 
 def runtime_for(engine: Engine) -> ChatRuntime:
     """The one runtime of an engine, living as long as it does: its users share the registry of what has been said."""
-    with _runtimes_lock:
-        attributes = vars(engine)
-        if _RUNTIME not in attributes:
-            attributes[_RUNTIME] = ChatRuntime(engine)
-        runtime = attributes[_RUNTIME]
+    attributes = vars(engine)
+    runtime = attributes.get(_RUNTIME) or attributes.setdefault(_RUNTIME, ChatRuntime(engine))
     assert isinstance(runtime, ChatRuntime)
     return runtime
 

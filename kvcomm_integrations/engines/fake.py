@@ -18,6 +18,7 @@ from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, T
 from kvcomm_integrations.engines.fake_reuse import FakeReuse
 from kvcomm_integrations.engines.schema_examples import example_text
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 Answer = str | Sequence[int] | Exception | None
@@ -70,6 +71,11 @@ class FakeEngine(Engine):
         self._closed = False
         self.requests: list[GenerationRequest] = []
         self.aborted: list[GenerationRequest] = []
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
+        self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> ChatTokenizer:

@@ -7,14 +7,16 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.base import Delta, Engine, GenerationRequest, TokenLogprob
@@ -27,9 +29,11 @@ from kvcomm_integrations.errors import (
     ContextOverflowError,
     EngineClosedError,
     EngineError,
+    EngineForkedError,
     KVCommError,
     RequestRefusedError,
 )
+from kvcomm_integrations.forks import abandon, watch
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import Mode, RequestReport
 
@@ -44,11 +48,14 @@ SHUTDOWN_S = 30.0
 
 
 class InProcessEngine(Engine):
-    """One vLLM engine in this process (its core and workers are subprocesses).
+    """One vLLM engine in this process (its core and workers are subprocesses). Cannot be used in forked children.
 
     Args:
         config: model, sizes and reuse settings.
     """
+
+    _started_in: ClassVar[int | None] = None
+    """Process in which vLLM has been started; in processes forked from it vLLM cannot be started again."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -60,6 +67,17 @@ class InProcessEngine(Engine):
         self._stats = StatsKeeper()
         self.repair_refusal: str | None = None
         """Why the repair pass cannot run, once the engine has started."""
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: leave a running engine to the parent, and let nothing end it when the child exits."""
+        self._lock = threading.Lock()
+        self._stats = StatsKeeper()
+        if self._loop is None:
+            return
+        abandon(self._loop, self._llm)
+        self._loop = self._llm = None
+        _disown_vllm()
 
     @property
     def closed(self) -> bool:
@@ -173,17 +191,20 @@ class InProcessEngine(Engine):
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def _thread(self) -> LoopThread:
+        self._refuse_in_forked_child()
         loop = self._loop
         if self._closed or loop is None:
             raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
         return loop
 
     def _started(self) -> AsyncLLM:
+        self._refuse_in_forked_child()
         with self._lock:
             if self._closed:
                 raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
             if self._llm is None:
                 _refuse_in_spawned_child()
+                InProcessEngine._started_in = os.getpid()
                 with engine_start_progress(self.config.model):
                     require_vllm()
                     self._loop = self._loop or LoopThread("kvcomm-engine")
@@ -191,6 +212,16 @@ class InProcessEngine(Engine):
                     atexit.register(self.close)  # now, so that it runs before what vLLM's imports have registered
             assert self._llm is not None
             return self._llm
+
+    def _refuse_in_forked_child(self) -> None:
+        owner = InProcessEngine._started_in
+        if owner not in (None, os.getpid()):
+            raise EngineForkedError(
+                f"the engine for {self.config.model!r} cannot be used in process {os.getpid()}, which was forked from "
+                f"process {owner} after vLLM had been started there. Let several processes share a served engine "
+                f"(kvcomm serve {self.config.model}, then base_url=...), fork before the first call, or start the "
+                'process with multiprocessing.get_context("spawn")'
+            )
 
     async def _start(self) -> None:
         """Start vLLM. Keeps it in no local variable: some import below remembers this frame for good."""
@@ -344,6 +375,15 @@ def _logprobs(steps: Any, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         own = choices[token]
         result.append(TokenLogprob(token, own.decoded_token or "", own.logprob, top))
     return tuple(result)
+
+
+def _disown_vllm() -> None:
+    """Take the parent's processes away from this child's exit handlers: vLLM's and multiprocessing's end them."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalizer.peek()
+        if alive is not None and str(getattr(alive[1], "__module__", "")).startswith("vllm."):
+            finalizer.detach()
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
 
 
 def _refuse_in_spawned_child() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
+import selectors
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
+
+from kvcomm_integrations.errors import EngineForkedError
+from kvcomm_integrations.forks import abandon, let_go, watch
 
 T = TypeVar("T")
 
@@ -21,14 +26,18 @@ class _End:
 
 
 class LoopThread:
-    """An event loop in a daemon thread.
+    """An event loop in a daemon thread. Of no use in forked children, which have no such thread.
 
     Args:
         name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._pid = os.getpid()
+        self._forked = False
+        watch(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -38,6 +47,11 @@ class LoopThread:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine there without waiting."""
+        try:
+            self._refuse_in_child()
+        except EngineForkedError:
+            work.close()
+            raise
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def stream(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterator[T]:
@@ -53,10 +67,12 @@ class LoopThread:
         try:
             while not isinstance(item := await items.get(), _End):
                 yield item
+                self._refuse_in_child()
             if item.error is not None:
                 raise item.error
         finally:
-            pump.cancel()
+            if not self._forked:
+                pump.cancel()
 
     def stream_sync(self, make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
         """Read a stream that lives there from a thread without a loop. Leaving early cancels it there."""
@@ -65,19 +81,38 @@ class LoopThread:
         try:
             while not isinstance(item := items.get(), _End):
                 yield item
+                self._refuse_in_child()
             if item.error is not None:
                 raise item.error
         finally:
-            pump.cancel()
-            with contextlib.suppress(CancelledError):
-                pump.exception(timeout=10)
+            if not self._forked:
+                pump.cancel()
+                with contextlib.suppress(CancelledError):
+                    pump.exception(timeout=10)
 
     def stop(self) -> None:
         """Cancel what is running there, stop the loop and end the thread. Idempotent."""
-        if not self._thread.is_alive():
+        if self._forked or not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+    def after_fork(self) -> None:
+        """The loop is the parent's: let go of its connections, and of the selector that both processes would share."""
+        if self._forked or self._loop.is_closed():
+            return
+        self._forked = True
+        abandon(self)
+        registered = [key.fd for key in self._selector.get_map().values()]
+        fileno = getattr(self._selector, "fileno", None)
+        let_go(registered if fileno is None else [*registered, fileno()])
+
+    def _refuse_in_child(self) -> None:
+        if self._forked:
+            raise EngineForkedError(
+                f"an answer begun in process {self._pid} cannot be read in its forked child {os.getpid()}; make the "
+                "call again in the child"
+            )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvcomm_integrations.engines.base import Delta, GenerationRequest
 from kvcomm_integrations.engines.pieces import LastPiece
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
 
 RUNS_KEPT = 1000
@@ -193,6 +194,13 @@ class RunLog:
         self._numbers = itertools.count(1)
         self._done: deque[RunRecord] = deque(maxlen=limit)
         self._running: dict[int, Recording] = {}
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: an empty log, because the rows so far are in the parent's."""
+        self._lock = threading.Lock()
+        self._done.clear()
+        self._running.clear()
 
     def begin(self, request: GenerationRequest, *, prepare_ms: float = 0.0) -> Recording:
         """Start to record a request; its ``done`` or ``failed`` must be called."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 
 from kvcomm_integrations.config import EngineConfig
@@ -45,4 +46,12 @@ def _make(config: EngineConfig) -> Engine:
     return InProcessEngine(config)
 
 
+def _after_fork() -> None:
+    """In a forked child: a lock that no thread of the parent holds. The engines see to themselves."""
+    global _lock
+    _lock = threading.Lock()
+
+
 atexit.register(close_engines)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -17,6 +17,8 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
+from kvcomm_integrations.forks import watch
+
 DEFAULT_AGENT = "default"
 DEFAULT_SESSION = "default"
 SESSION_KEY = "kvcomm_session"
@@ -138,6 +140,11 @@ class _RunNames:
     def __init__(self, size: int) -> None:
         self._size = size
         self._names: OrderedDict[int, tuple[object, str]] = OrderedDict()
+        self._lock = threading.Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
 
     def name(self, control: object, run_id: str | None) -> str:

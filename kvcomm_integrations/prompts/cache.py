@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
+from kvcomm_integrations.forks import watch
+
 V = TypeVar("V")
 
 
@@ -20,6 +22,14 @@ class BoundedCache(Generic[V]):
         self._capacity = capacity
         self._weight = 0
         self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = Lock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a free lock, and nothing that a thread of the parent was in the middle of changing."""
+        if self._lock.locked():
+            self._entries.clear()
+            self._weight = 0
         self._lock = Lock()
 
     def get(self, key: Hashable, weight: int, make: Callable[[], V]) -> V:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.ids import content_id
 from kvcomm_integrations.prompts.content import Content, Origin, response_name
 from kvcomm_integrations.prompts.matching import ContentIndex, Match, Part, index_bytes
@@ -51,6 +52,14 @@ class ContentRegistry:
         self._max_bytes = max_bytes
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._bytes = 0
+        self._lock = RLock()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a free lock, and nothing that a thread of the parent was in the middle of changing."""
+        if not self._lock.acquire(blocking=False):
+            self._sessions.clear()
+            self._bytes = 0
         self._lock = RLock()
 
     # --- putting in ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcomm_integrations.engines.runs import RunLog
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.forks import watch
 from kvcomm_integrations.report.markup import join, tag
 from kvcomm_integrations.report.page import live_page, state_line
 from kvcomm_integrations.report.panels import panels
@@ -80,6 +81,8 @@ class LiveServer:
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
+        self._forked = False
+        watch(self)
         self._thread = threading.Thread(target=server.serve_forever, name="kvcomm-live", daemon=True)
         self._thread.start()
 
@@ -90,8 +93,15 @@ class LiveServer:
         host = host.decode() if isinstance(host, bytes) else str(host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
 
+    def after_fork(self) -> None:
+        """The page is the parent's: a forked child only lets go of the port."""
+        self._forked = True
+        self._server.socket.close()
+
     def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Stop serving. Idempotent; does nothing in a forked child."""
+        if self._forked:
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""A script that just ends leaves no process behind, and equal chat models start one engine.
+"""A script that just ends leaves no process behind, whatever it has forked, and equal chat models start one engine.
 
 Of this process only: what servers leave behind is in ``test_serve_errors`` and ``tests/server/test_serve_command.py``.
 """
@@ -18,15 +18,35 @@ import pytest
 pytestmark = pytest.mark.engine
 
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 import psutil
 from kvcomm_integrations import ChatKVComm
+
+def child(work, leave):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        work()
+        leave()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+def refused(model):
+    try:
+        model.invoke("Hello")
+    except Exception as error:
+        assert type(error).__name__ == "EngineForkedError", error
+    else:
+        raise AssertionError("the child has used its parent's engine")
 
 def main():
     make = lambda: ChatKVComm(model=sys.argv[1], max_model_len=512, max_tokens=4, temperature=0)
     first, second = make(), make()
     assert first.invoke("Hello").content == second.invoke("Hello").content
     assert first.runtime is second.runtime
+    for work in (lambda: None, lambda: refused(first), lambda: refused(make())):
+        child(work, lambda: sys.exit(0))
+        child(work, lambda: os._exit(0))
+    assert first.invoke("Hello").content == second.invoke("Hello").content
     print("CHILDREN" + json.dumps([p.pid for p in psutil.Process().children(recursive=True)]))
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from kvcomm_integrations.engines.http.streaming import completion_body, read_del
 from kvcomm_integrations.engines.http.transport import Transport, server_url
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, RequestRefusedError
+from kvcomm_integrations.forks import abandon, watch
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import SESSION_HEADER
 
@@ -26,7 +27,7 @@ class HttpEngine(Engine):
     """A vLLM server, reached through one pool of connections in a thread of its own.
 
     Nothing is sent before first use. The server may run our connector (then prompts are reused as in this process) or
-    not (then it is an ordinary vLLM server, and one warning says so).
+    not (then it is an ordinary vLLM server, and one warning says so). A forked child opens connections of its own.
 
     Args:
         config: ``base_url`` and ``model`` at least.
@@ -45,6 +46,15 @@ class HttpEngine(Engine):
         self._tokenizer = tokenizer
         self._server: Server | None = None
         self._closed = False
+        watch(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: keep what is known of the server, leave loop and connections to the parent."""
+        self._lock = threading.RLock()
+        if self._transport is not None:
+            self._transport.abandon()
+        abandon(self._loop)
+        self._loop = self._transport = None
 
     @property
     def closed(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from kvcomm_integrations import forks
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.errors import ConfigurationError, ServerError
 
@@ -36,6 +37,7 @@ class Transport:
         self.base_url = server_url(config.base_url)
         http = config.http
         self._http = http
+        self._sockets: dict[int, Any] = {}
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {config.api_key.get_secret_value()}"} if config.api_key else {},
             timeout=httpx.Timeout(http.read_timeout, connect=http.connect_timeout),
@@ -65,6 +67,11 @@ class Transport:
         """Close every connection."""
         await self._client.aclose()
 
+    def abandon(self) -> None:
+        """In a forked child: leave the connections to the parent, without a word to the server."""
+        forks.abandon(self)
+        forks.let_go([found for socket in self._sockets.values() if (found := socket.fileno()) >= 0])
+
     @asynccontextmanager
     async def _open(
         self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str]
@@ -75,6 +82,7 @@ class Transport:
             request = self._client.build_request(method, url, json=body, headers=headers)
             try:
                 response = await self._client.send(request, stream=True)
+                self._note_socket(response)
                 break
             except NOT_SENT_AGAIN as error:
                 raise self._silent(error, url) from error
@@ -93,6 +101,12 @@ class Transport:
             raise self._broken(error, url) from error
         finally:
             await response.aclose()
+
+    def _note_socket(self, response: httpx.Response) -> None:
+        stream = response.extensions.get("network_stream")
+        socket = stream.get_extra_info("socket") if stream is not None else None
+        if socket is not None:
+            self._sockets[socket.fileno()] = socket
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
         try:
