@@ -12,7 +12,10 @@ from kvcomm_integrations.autogen import KVCommChatCompletionClient
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.langchain import ChatKVComm
 
-QUESTION = "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three bales a day?"
+QUESTION = (
+    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third of "
+    "that, and every Sunday all of them get half of what they eat on any other day of the week?"
+)
 
 
 def test_one_engine_one_report(demo_model: Path, tmp_path: Path) -> None:
