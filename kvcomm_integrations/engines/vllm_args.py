@@ -1,19 +1,23 @@
-"""Translating our settings and requests into vLLM's public types. Imports vLLM only inside functions."""
+"""Our settings and requests as vLLM's arguments. Importing it does not import vLLM."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvcomm_integrations.config import EngineConfig
+from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
 
-CPU_KV_CACHE_BYTES = 2 << 30
-"""Paged cache on a CPU where the user names no size, bytes."""
+CONNECTOR = "KVCommConnector"
+WORKER_EXTENSION = "kvcomm_integrations.connector.worker_extension.KVCommWorkerExtension"
+OWN_ARGUMENTS = ("kv_transfer_config", "worker_extension_cls", "model")
+"""Arguments of vLLM that users do not set: kvcomm does."""
+CPU_DEFAULTS = {"dtype": "float32", "kv_cache_memory_bytes": 2 << 30}
+"""Arguments of vLLM on a CPU where the user says nothing else: 2 GiB of paged cache."""
 
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 """First supported version, and the first that is not."""
@@ -47,7 +51,7 @@ def require_vllm() -> str:
 
 
 def check_version(version: str) -> None:
-    """Refuse versions of vLLM that we do not know.
+    """Refuse versions of vLLM that the package was not written for.
 
     Raises:
         ConfigurationError: the version is not supported.
@@ -61,8 +65,18 @@ def check_version(version: str) -> None:
         )
 
 
+def connector_config(reuse: ReuseConfig) -> dict[str, Any]:
+    """The fields of vLLM's ``KVTransferConfig`` that put our connector in place."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": "kvcomm_integrations.connector.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": reuse.model_dump(mode="json"),
+    }
+
+
 def engine_args(config: EngineConfig) -> AsyncEngineArgs:
-    """vLLM's engine arguments for a configuration, with our connector and worker extension in place.
+    """vLLM's engine arguments for a configuration, with our connector and worker extension.
 
     Raises:
         ConfigurationError: ``engine_args`` names a field that vLLM does not have or that we set ourselves.
@@ -72,30 +86,26 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()
     kwargs: dict[str, Any] = {
         "model": config.model,
-        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
+        "dtype": config.dtype,
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
+        "kv_transfer_config": KVTransferConfig(**connector_config(config.reuse)),
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     optional = {
         "max_model_len": config.max_model_len,
         "block_size": config.block_size,
         "tokenizer": config.tokenizer,
         "max_num_seqs": config.max_num_seqs,
-        "kv_cache_memory_bytes": config.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
     }
     kwargs.update({name: value for name, value in optional.items() if value is not None})
-    kwargs["kv_transfer_config"] = KVTransferConfig(
-        kv_connector="KVCommConnector",
-        kv_connector_module_path="kvcomm_integrations.connector.connector",
-        kv_role="kv_both",
-        kv_connector_extra_config=config.reuse.model_dump(mode="json"),
-    )
-    kwargs["worker_extension_cls"] = "kvcomm_integrations.connector.worker_extension.KVCommWorkerExtension"
-    clash = sorted({"kv_transfer_config", "worker_extension_cls", "model"} & set(config.engine_args))
+    if current_platform.is_cpu():
+        kwargs.update({name: value for name, value in CPU_DEFAULTS.items() if kwargs.get(name, "auto") == "auto"})
+    clash = sorted(set(OWN_ARGUMENTS) & set(config.engine_args))
     if clash:
         raise ConfigurationError(f"engine_args must not set {', '.join(clash)}: kvcomm sets them itself")
     kwargs.update(config.engine_args)

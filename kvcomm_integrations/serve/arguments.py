@@ -15,15 +15,18 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.engines.vllm_args import CPU_KV_CACHE_BYTES, check_version
+from kvcomm_integrations.engines.vllm_args import (
+    CPU_DEFAULTS,
+    OWN_ARGUMENTS,
+    WORKER_EXTENSION,
+    check_version,
+    connector_config,
+)
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
-from kvcomm_integrations.serve.live_page import LIVE_VARIABLE
-from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE, read_keys
+from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE, LIVE_VARIABLE
+from kvcomm_integrations.serve.tenants import read_keys
 
 MIDDLEWARE = "kvcomm_integrations.serve.middleware.KVCommMiddleware"
-EXTENSION = "kvcomm_integrations.connector.worker_extension.KVCommWorkerExtension"
-OURS = ("kv-transfer-config", "worker-extension-cls", "model")
-"""Options of vLLM that we set ourselves."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def launch(
     """
     distribution, number = _installed_vllm()
     config = _reuse_config(reuse)
-    for name in OURS:
+    for name in (argument.replace("_", "-") for argument in OWN_ARGUMENTS):
         if given(options, name) is not None:
             raise ConfigurationError(f"--{name} is set by kvcomm serve itself; use vLLM's own server to set it by hand")
     _check_model(model)
@@ -83,10 +86,14 @@ def launch(
     if live:
         environment[LIVE_VARIABLE] = "1"
     defaults = _defaults("cpu" in distribution + number, options)
+    connector = [
+        "--kv-transfer-config", json.dumps(connector_config(config)), "--worker-extension-cls", WORKER_EXTENSION,
+        "--middleware", MIDDLEWARE,
+    ]  # fmt: skip
     scheme = "https" if given(options, "ssl-certfile") else "http"
     reachable = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     return Launch(
-        (*_program(distribution, model), *options, *defaults, *_connector(config)),
+        (*_program(distribution, model), *options, *defaults, *connector),
         environment,
         model,
         f"{scheme}://{reachable}:{port}",
@@ -124,35 +131,14 @@ def _program(distribution: str, model: str) -> tuple[str, ...]:
 
 
 def _defaults(on_cpu: bool, options: Sequence[str]) -> list[str]:
-    """The same as the engine in this process has, where the user says nothing else."""
-    defaults: list[str] = []
-    if given(options, "enforce-eager") is None and given(options, "no-enforce-eager") is None:
-        defaults.append("--enforce-eager")
-    if given(options, "enable-prompt-tokens-details") is None:
-        defaults.append("--enable-prompt-tokens-details")
-    if on_cpu:
-        if given(options, "dtype") in (None, "auto"):
-            defaults += ["--dtype", "float32"]
-        if given(options, "kv-cache-memory-bytes") is None:
-            defaults += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+    """What an engine in process has by default as well, where the user says nothing else."""
+    flags = ("enforce-eager", "enable-prompt-tokens-details")
+    defaults = [f"--{name}" for name in flags if given(options, name) is given(options, f"no-{name}") is None]
+    for argument, value in CPU_DEFAULTS.items() if on_cpu else ():
+        name = argument.replace("_", "-")
+        if given(options, name) in (None, "auto"):
+            defaults += [f"--{name}", str(value)]
     return defaults
-
-
-def _connector(config: ReuseConfig) -> list[str]:
-    transfer = {
-        "kv_connector": "KVCommConnector",
-        "kv_connector_module_path": "kvcomm_integrations.connector.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": config.model_dump(mode="json"),
-    }
-    return [
-        "--kv-transfer-config",
-        json.dumps(transfer),
-        "--worker-extension-cls",
-        EXTENSION,
-        "--middleware",
-        MIDDLEWARE,
-    ]
 
 
 def _reuse_config(text: str) -> ReuseConfig:

@@ -7,17 +7,11 @@ latter. Preflight requests (``OPTIONS``) need none of this: they are passed on, 
 from __future__ import annotations
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Scope
 
-from kvcomm_integrations.serve.asgi import App, Scope
 
-
-def as_vllm_allows(scope: Scope, answer: App) -> App:
-    """An answer, with the CORS headers that vLLM's answers to the same request have.
-
-    Args:
-        scope: the request's.
-        answer: application that answers it.
-    """
+def as_vllm_allows(scope: Scope, answer: ASGIApp) -> ASGIApp:
+    """An answer to a request, with the CORS headers that vLLM's answers to it have."""
     for entry in getattr(scope["app"], "user_middleware", ()):
         if entry.cls is CORSMiddleware:
             return CORSMiddleware(answer, *entry.args, **entry.kwargs)

@@ -1,4 +1,4 @@
-"""What a server says of itself and hands out to clients that know us."""
+"""What a server hands out to clients of this package: a description of itself, and its tokenizer's files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations._version import __version__
+from kvcomm_integrations.engines.vllm_args import CONNECTOR
 from kvcomm_integrations.serve.tenants import Tenants
 from kvcomm_integrations.wire import WIRE_VERSION, ServerInfo
 
-CONNECTOR = "KVCommConnector"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json", "config.json",

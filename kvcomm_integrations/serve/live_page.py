@@ -6,13 +6,15 @@ import os
 import time
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from kvcomm_integrations.chat.request_log import RequestLog, RunRecord
 from kvcomm_integrations.report.live import PATH, asgi_app
-from kvcomm_integrations.serve.asgi import Receive, Scope, Send, header, route, send_error
+from kvcomm_integrations.serve.asgi import refusal, route
+from kvcomm_integrations.serve.names import LIVE_VARIABLE
 from kvcomm_integrations.wire import Mode, RequestReport
 
-LIVE_VARIABLE = "KVCOMM_LIVE"
-"""Environment variable that, set to 1, makes a server record its requests and show them at ``/kvcomm``."""
 PLAIN = "plain client"
 """Name for requests that say nothing of agents."""
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -42,10 +44,10 @@ class LiveRoute:
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show the page to this machine, and to nobody behind a proxy."""
-        if any(header(scope, name) for name in _FORWARDED):
-            await send_error(send, 403, "this page is for the server's own machine")
-            return
-        await self._page({**scope, "path": route(scope)}, receive, send)
+        headers = Headers(scope=scope)
+        proxied = any(headers.get(name) for name in _FORWARDED)
+        page: ASGIApp = refusal(403, "this page is for the server's own machine") if proxied else self._page
+        await page({**scope, "path": route(scope)}, receive, send)
 
     def begin(self) -> RunTimer:
         """A request has been handed to the engine."""

@@ -10,28 +10,21 @@ from __future__ import annotations
 
 import json
 import uuid
-from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
 from kvcomm_integrations.ids import DEFAULT_TENANT
-from kvcomm_integrations.serve.asgi import (
-    App,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    header,
-    read_body,
-    route,
-    send_error,
-    send_json,
-    with_body,
-    with_route,
-)
+from kvcomm_integrations.serve.asgi import RefusedError, read_body, refusal, route, with_body, with_route
 from kvcomm_integrations.serve.cors import as_vllm_allows
 from kvcomm_integrations.serve.describe import describe, tokenizer_files
 from kvcomm_integrations.serve.live_page import LiveRoute
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE, OperatorKey
+from kvcomm_integrations.serve.names import KEY_VARIABLE
+from kvcomm_integrations.serve.operator_key import OperatorKey
 from kvcomm_integrations.serve.reports import reporting, watch
 from kvcomm_integrations.serve.routes import CREATE_RESPONSE, RESPONSE, Access, access_to
 from kvcomm_integrations.serve.state_routes import StateRoutes
@@ -39,16 +32,8 @@ from kvcomm_integrations.serve.tenants import Tenants, UnknownTenantError, divid
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
 
 
-class ForbiddenRouteError(Exception):
-    """A tenant's request for a route that is not for tenants; its text is for the client."""
-
-
-class BodyError(Exception):
-    """A body that cannot be served; its text is for the client."""
-
-
 class KVCommMiddleware:
-    """ASGI middleware; reads its settings from the environment (see ``tenants`` and ``operator_key``).
+    """ASGI middleware; reads its settings from the environment (see ``names``).
 
     Args:
         app: the application behind it.
@@ -57,7 +42,7 @@ class KVCommMiddleware:
         ConfigurationError: the settings in the environment cannot be used.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._tenants = Tenants.from_environment()
         self._operator = OperatorKey.from_environment()
@@ -66,63 +51,67 @@ class KVCommMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
-        if scope["type"] == "websocket" and self._tenants.source and not self._operator.shown(scope):
-            await send({"type": "websocket.close", "code": 1008, "reason": "not available where there are tenants"})
-            return
-        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        if scope["type"] == "websocket" and self._tenants.source and not self._operator.shown(Headers(scope=scope)):
+            await WebSocketClose(1008, "not available where there are tenants")(scope, receive, send)
+        elif scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
-            return
-        if self._state.wants(scope):
-            order = partial(self._state.answer, scope["app"].state.engine_client)
-            await as_vllm_allows(scope, order)(scope, receive, send)
-            return
-        if self._live.wants(scope):  # without CORS headers: other sites' pages must not read it in a browser
+        elif self._live.wants(scope):  # without CORS headers: other sites' pages must not read it in a browser
             await self._live.answer(scope, receive, send)
-            return
-        path = route(scope)
-        access = access_to(scope["method"], path)
-        try:
-            tenant = self._admit(scope, access)
-        except UnknownTenantError as error:
-            await _refuse(scope, receive, send, 401, str(error))
-            return
-        except ForbiddenRouteError as error:
-            await _refuse(scope, receive, send, 403, str(error))
-            return
-        if scope["method"] == "GET" and path in (INFO_PATH, TOKENIZER_PATH):
-            await self._tell(path, scope, receive, send)
-        elif access is Access.SALTED:
-            watch(scope["app"].state.engine_client, self._live)
-            await self._pass_on(tenant, access, scope, receive, send)
-        elif access is Access.MEDIA and tenant is not None:
-            await self._pass_on(tenant, access, scope, receive, send)
-        elif access is Access.OWNED and tenant is not None:
-            await self._app(_own_response(scope, tenant), receive, send)
         else:
-            await self._app(scope, receive, send)
+            try:
+                await self._handle(Request(scope, receive), send)
+            except RefusedError as error:
+                await _answer(Request(scope, receive), send, refusal(error.status, str(error)))
 
-    def _admit(self, scope: Scope, access: Access) -> str | None:
+    async def _handle(self, request: Request, send: Send) -> None:
+        """Answer one request, or have vLLM answer it.
+
+        Raises:
+            RefusedError: the request is not served.
+        """
+        scope, path = request.scope, route(request.scope)
+        if self._state.wants(scope):
+            await _answer(request, send, await self._state.answer(request))
+            return
+        access = access_to(request.method, path)
+        tenant = self._admit(request, access)
+        if request.method == "GET" and path in (INFO_PATH, TOKENIZER_PATH):
+            await self._tell(request, send)
+            return
+        if access is Access.SALTED:
+            watch(request.app.state.engine_client, self._live)
+        if access is Access.SALTED or (access is Access.MEDIA and tenant is not None):
+            await self._pass_on(tenant, access, request, send)
+        elif access is Access.OWNED and tenant is not None:
+            await self._app(_own_response(scope, tenant), request.receive, send)
+        else:
+            await self._app(scope, request.receive, send)
+
+    def _admit(self, request: Request, access: Access) -> str | None:
         """The request's tenant; ``None`` where there are none, or where the request needs none.
 
         Raises:
-            UnknownTenantError: the request shows no tenant.
-            ForbiddenRouteError: the request is for the operator.
+            RefusedError: the request shows no tenant (401), or is for the operator (403).
         """
         if not self._tenants.source or access is Access.OPEN:
             return None
-        if access not in (Access.SALTED, Access.OWNED) and self._operator.shown(scope):
+        if access not in (Access.SALTED, Access.OWNED) and self._operator.shown(request.headers):
             return None
-        if access is Access.OPERATOR:
-            self._tenants.of(scope)  # strangers do not learn which routes there are
-            raise ForbiddenRouteError(
-                f"{scope['method']} {route(scope)} is not for tenants: it takes the operator's key ({KEY_VARIABLE} of "
-                "the server)"
-            )
-        if access is Access.TENANT and scope["method"] != "POST" and self._tenants.source == "header":
+        if access is Access.TENANT and request.method != "POST" and self._tenants.source == "header":
             return None  # what the proxy asks for itself
-        return self._tenants.of(scope)
+        try:
+            tenant = self._tenants.of(request.headers)
+        except UnknownTenantError as error:
+            raise RefusedError(401, str(error)) from error
+        if access is Access.OPERATOR:  # said to tenants only: strangers do not learn which routes there are
+            raise RefusedError(
+                403,
+                f"{request.method} {route(request.scope)} is not for tenants: it takes the operator's key "
+                f"({KEY_VARIABLE} of the server)",
+            )
+        return tenant
 
-    async def _tell(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _tell(self, request: Request, send: Send) -> None:
         """Answer in place of vLLM's list of models, so that whoever may not see that list sees nothing here."""
 
         status = 0
@@ -133,53 +122,41 @@ class KVCommMiddleware:
             if status != 200:
                 await send(message)
 
-        await self._app(with_route(scope, "/v1/models"), receive, pass_refusals)
+        await self._app(with_route(request.scope, "/v1/models"), request.receive, pass_refusals)
         if status == 200:
-            client = scope["app"].state.engine_client
-            content = await (describe(client, self._tenants) if path == INFO_PATH else tokenizer_files(client))
+            client, described = request.app.state.engine_client, route(request.scope) == INFO_PATH
+            content = await (describe(client, self._tenants) if described else tokenizer_files(client))
+            await _answer(request, send, JSONResponse(content))
 
-            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                await send_json(send, 200, content)
-
-            await as_vllm_allows(scope, answer)(scope, receive, send)
-
-    async def _pass_on(self, tenant: str | None, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_body(receive)
-        if tenant is None and f'"{WIRE_KEY}"'.encode() not in raw:
-            await self._app(*with_body(scope, receive, raw), send)
-            return
-        try:
-            body = _read_object(scope, raw)
+    async def _pass_on(self, tenant: str | None, access: Access, request: Request, send: Send) -> None:
+        """Have vLLM answer a request, a tenant's with its body rewritten; add the report to a stream that asks for it."""
+        raw = await read_body(request)
+        if tenant is not None or f'"{WIRE_KEY}"'.encode() in raw:
+            body = _read_object(request, raw)
             params = _ours(body)
+            if params is not None and body.get("stream"):
+                send = reporting(send)
             if tenant is not None:
-                if route(scope) == CREATE_RESPONSE:
+                if route(request.scope) == CREATE_RESPONSE:
                     _own_responses(body, tenant)
                 if access is Access.SALTED:
                     tenant = _settle_tenant(body, params, tenant)
                 _own_media(body, tenant)
                 raw = json.dumps(body).encode()
-        except BodyError as error:
-            await _refuse(scope, receive, send, 400, str(error))
-            return
-        if params is not None and body.get("stream"):
-            send = reporting(send)
-        await self._app(*with_body(scope, receive, raw), send)
+        await self._app(*with_body(request.scope, request.receive, raw), send)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, message: str) -> None:
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_error(send, status, message)
-
-    await as_vllm_allows(scope, answer)(scope, receive, send)
+async def _answer(request: Request, send: Send, response: JSONResponse) -> None:
+    await as_vllm_allows(request.scope, response)(request.scope, request.receive, send)
 
 
-def _read_object(scope: Scope, raw: bytes) -> dict[str, Any]:
+def _read_object(request: Request, raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         body = None
-    if not isinstance(body, dict) or not header(scope, "content-type").startswith("application/json"):
-        raise BodyError("the body must be a JSON object, sent as application/json")
+    if not isinstance(body, dict) or not request.headers.get("content-type", "").startswith("application/json"):
+        raise RefusedError(400, "the body must be a JSON object, sent as application/json")
     return body
 
 
@@ -206,7 +183,7 @@ def _own_responses(body: dict[str, Any], tenant: str) -> None:
         if isinstance(body.get(name), str):
             body[name] = response_id(tenant, body[name])
         elif body.get(name) is not None or name == "request_id":
-            raise BodyError(f"{name} must be a string")
+            raise RefusedError(400, f"{name} must be a string")
 
 
 def _own_response(scope: Scope, tenant: str) -> Scope:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.serve.asgi import Scope, header
+from kvcomm_integrations.serve.names import KEY_VARIABLE
 
-KEY_VARIABLE = "KVCOMM_ADMIN_KEY"
-"""Environment variable with the operator's key, which is none of the tenants'."""
 SHORTEST_KEY = 16
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    """The key that a request shows as ``Authorization: Bearer <key>``; empty if it shows none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else ""
 
 
 @dataclass(frozen=True)
 class OperatorKey:
-    """What an operator's request shows as ``Authorization: Bearer <key>``. Empty: there is no operator."""
+    """What an operator's request shows. Empty: there is no operator."""
 
     key: str = ""
 
@@ -32,7 +37,6 @@ class OperatorKey:
             raise ConfigurationError(f"{KEY_VARIABLE} must hold a key of at least {SHORTEST_KEY} characters")
         return cls(key)
 
-    def shown(self, scope: Scope) -> bool:
+    def shown(self, headers: Mapping[str, str]) -> bool:
         """Whether a request shows the key."""
-        scheme, _, key = header(scope, "authorization").partition(" ")
-        return bool(self.key) and scheme.lower() == "bearer" and hmac.compare_digest(key.encode(), self.key.encode())
+        return bool(self.key) and hmac.compare_digest(bearer(headers).encode(), self.key.encode())

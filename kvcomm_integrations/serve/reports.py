@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from kvcomm_integrations.serve.asgi import Message, Send
+from starlette.types import Message, Send
+
 from kvcomm_integrations.serve.live_page import LiveRoute
 from kvcomm_integrations.wire import WIRE_KEY
 

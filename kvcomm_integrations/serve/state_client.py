@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 
 from kvcomm_integrations.errors import ConfigurationError, EngineError, StateFileError
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
-from kvcomm_integrations.serve.state_routes import STATE_PATH
+from kvcomm_integrations.serve.names import KEY_VARIABLE, STATE_PATH
 
 TIMEOUT_S = 600.0
 """Longest wait for a large state to be written or read, seconds."""
@@ -18,21 +17,23 @@ TIMEOUT_S = 600.0
 
 def save(args: argparse.Namespace) -> int:
     """Have the server write what it has learned to a file in its folder."""
-    done = order(args.server, "save", {"name": args.name, "tenant": args.tenant})
-    print(f"{args.name}: {done['edges']} edges, {done['examples']} examples")
-    return 0
+    return _with_file(args, "save", {})
 
 
 def load(args: argparse.Namespace) -> int:
     """Have the server learn what a file in its folder holds."""
-    done = order(args.server, "load", {"name": args.name, "tenant": args.tenant, "merge": args.merge})
-    print(f"{args.name}: {done['edges']} edges, {done['examples']} examples")
-    return 0
+    return _with_file(args, "load", {"merge": args.merge})
 
 
 def clear(args: argparse.Namespace) -> int:
     """Have the server forget what it has learned."""
     print(f"{order(args.server, 'clear', {'tenant': args.tenant})['edges']} edges forgotten")
+    return 0
+
+
+def _with_file(args: argparse.Namespace, action: str, more: dict[str, Any]) -> int:
+    done = order(args.server, action, {"name": args.name, "tenant": args.tenant, **more})
+    print(f"{args.name}: {done['edges']} edges, {done['examples']} examples")
     return 0
 
 

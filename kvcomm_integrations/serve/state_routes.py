@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from kvcomm_integrations.engines.learned_state import clear_state, load_state, save_state
 from kvcomm_integrations.errors import ConfigurationError, StateFileError
-from kvcomm_integrations.serve.asgi import Receive, Scope, Send, read_body, route, send_error, send_json
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE, SHORTEST_KEY, OperatorKey
-
-STATE_PATH = "/kvcomm/state/"
-"""Followed by ``save``, ``load`` or ``clear``."""
-FOLDER_VARIABLE = "KVCOMM_STATE_DIR"
-"""Environment variable that names the folder of state files; unset: there is no such route."""
+from kvcomm_integrations.serve.asgi import RefusedError, read_body, route
+from kvcomm_integrations.serve.names import FOLDER_VARIABLE, KEY_VARIABLE, STATE_PATH
+from kvcomm_integrations.serve.operator_key import SHORTEST_KEY, OperatorKey
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -72,30 +71,28 @@ class StateRoutes:
 
     def wants(self, scope: Scope) -> bool:
         """Whether a request is for these routes."""
-        return self.folder is not None and scope["type"] == "http" and route(scope).startswith(STATE_PATH)
+        return self.folder is not None and route(scope).startswith(STATE_PATH)
 
-    async def answer(self, client: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, request: Request) -> JSONResponse:
         """Carry out an order.
 
-        Args:
-            client: vLLM's engine client.
+        Raises:
+            RefusedError: it is refused.
         """
-        if not self.operator.shown(scope):
-            await send_error(send, 401, "this needs the operator's key: Authorization: Bearer <key>")
-            return
-        action = route(scope).removeprefix(STATE_PATH)
-        if scope["method"] != "POST" or action not in ("save", "load", "clear"):
-            await send_error(send, 404, f"POST to {STATE_PATH}save, load or clear")
-            return
+        if not self.operator.shown(request.headers):
+            raise RefusedError(401, "this needs the operator's key: Authorization: Bearer <key>")
+        action = route(request.scope).removeprefix(STATE_PATH)
+        if request.method != "POST" or action not in ("save", "load", "clear"):
+            raise RefusedError(404, f"POST to {STATE_PATH}save, load or clear")
         try:
-            order = StateOrder.model_validate_json(await read_body(receive) or b"{}")
-            summary = await self._carry_out(client, action, order)
+            order = StateOrder.model_validate_json(await read_body(request) or b"{}")
+            summary = await self._carry_out(request.app.state.engine_client, action, order)
         except ValidationError as error:
-            await send_error(send, 400, f"the body is not valid: {error.errors(include_url=False)[0]['msg']}")
+            message = f"the body is not valid: {error.errors(include_url=False)[0]['msg']}"
+            raise RefusedError(400, message) from error
         except StateFileError as error:
-            await send_error(send, 400, str(error))
-        else:
-            await send_json(send, 200, asdict(summary))
+            raise RefusedError(400, str(error)) from error
+        return JSONResponse(asdict(summary))
 
     async def _carry_out(self, client: Any, action: str, order: StateOrder) -> Any:
         async def call(method: str, *args: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO, Any
 
 import httpx
@@ -116,11 +116,6 @@ class Supervisor:
         process.wait()
         if self._reader is not None:
             self._reader.join(5)
-
-    @property
-    def log(self) -> Sequence[str]:
-        """The last lines the server wrote."""
-        return tuple(self._tail)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

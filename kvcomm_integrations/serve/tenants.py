@@ -15,13 +15,8 @@ from pathlib import Path
 
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.ids import DEFAULT_TENANT
-from kvcomm_integrations.serve.asgi import Scope, header
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
-
-KEYS_VARIABLE = "KVCOMM_TENANT_KEYS"
-"""Environment variable that names the file of keys for the server's processes."""
-HEADER_VARIABLE = "KVCOMM_TENANT_HEADER"
-"""Environment variable that names the trusted header."""
+from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
+from kvcomm_integrations.serve.operator_key import bearer
 
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -59,24 +54,21 @@ class Tenants:
         keys = read_keys(Path(path)) if path else {}
         return cls(keys={_hash(key): tenant for key, tenant in keys.items()}, header=name)
 
-    def of(self, scope: Scope) -> str | None:
-        """The tenant of a request; ``None`` where the server tells none apart.
+    def of(self, headers: Mapping[str, str]) -> str | None:
+        """The tenant of a request with these headers; ``None`` where the server does not distinguish tenants.
 
         Raises:
             UnknownTenantError: the request shows no tenant, or an unknown one.
         """
         if self.keys:
-            scheme, _, key = header(scope, "authorization").partition(" ")
-            tenant = self.keys.get(_hash(key)) if scheme.lower() == "bearer" else None
+            tenant = self.keys.get(_hash(bearer(headers)))
             if tenant is None:
                 raise UnknownTenantError("this server needs an API key that it knows: Authorization: Bearer <key>")
             return tenant
-        if self.header:
-            name = header(scope, self.header)
-            if not _NAME.fullmatch(name):
-                raise UnknownTenantError(f"this server needs a tenant's name in the header {self.header}")
-            return name
-        return None
+        name = headers.get(self.header, "") if self.header else None
+        if name is not None and not _NAME.fullmatch(name):
+            raise UnknownTenantError(f"this server needs a tenant's name in the header {self.header}")
+        return name
 
 
 def read_keys(path: Path) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvcomm_integrations.serve.live_page import LIVE_VARIABLE, PLAIN
+from kvcomm_integrations.serve.live_page import PLAIN
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
+from kvcomm_integrations.serve.names import LIVE_VARIABLE
 from kvcomm_integrations.wire import RequestReport
 
 

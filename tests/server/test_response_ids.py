@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE
+from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE
 from tests.server.test_tenants import KEYS, Server, bearer
 
 A, B = bearer("key-a"), bearer("key-b")

@@ -19,10 +19,8 @@ from starlette.testclient import TestClient
 
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
+from kvcomm_integrations.serve.names import FOLDER_VARIABLE, HEADER_VARIABLE, KEY_VARIABLE, KEYS_VARIABLE
 from kvcomm_integrations.serve.routes import ROUTES, Access, access_to
-from kvcomm_integrations.serve.state_routes import FOLDER_VARIABLE
-from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE
 from kvcomm_integrations.wire import INFO_PATH
 from tests.server.test_tenants import KEYS, Client, Server, bearer
 

@@ -19,7 +19,7 @@ import pytest
 from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.serve.arguments import Launch, given, launch
 from kvcomm_integrations.serve.diagnosis import NOTHING, cause
-from kvcomm_integrations.serve.live_page import LIVE_VARIABLE
+from kvcomm_integrations.serve.names import LIVE_VARIABLE
 from kvcomm_integrations.serve.supervisor import Supervisor
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -275,7 +275,6 @@ def test_a_killed_supervisor_takes_its_server_along(server: Any, tmp_path: Path,
     program = f"""
 import os, sys, time
 from kvcomm_integrations.serve.arguments import Launch
-from kvcomm_integrations.serve.live_page import LIVE_VARIABLE
 from kvcomm_integrations.serve.supervisor import Supervisor
 command = (sys.executable, {str(tmp_path / "server.py")!r}, "{port}", "well")
 s = Supervisor(Launch(command, dict(os.environ), "m", "http://127.0.0.1:{port}"), print)

@@ -16,8 +16,8 @@ import pytest
 from kvcomm_integrations import cli
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.operator_key import KEY_VARIABLE
-from kvcomm_integrations.serve.state_routes import FOLDER_VARIABLE, StateRoutes
+from kvcomm_integrations.serve.names import FOLDER_VARIABLE, KEY_VARIABLE
+from kvcomm_integrations.serve.state_routes import StateRoutes
 
 KEY = "the operator's own key"
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.serve.asgi import read_body
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
-from kvcomm_integrations.serve.tenants import HEADER_VARIABLE, KEYS_VARIABLE, read_keys
+from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE
+from kvcomm_integrations.serve.tenants import read_keys
 from kvcomm_integrations.wire import INFO_PATH, WIRE_KEY, WIRE_VERSION, KVCommParams
 
 KEYS = {"key-a": "alice", "key-a2": "alice", "key-b": "bob"}
@@ -57,7 +58,7 @@ class App:
         if scope["type"] == "websocket":
             self.received.append("websocket")
             return
-        raw = await read_body(receive)
+        raw = await Request(scope, receive).body()
         lengths = [v for k, v in scope["headers"] if k == b"content-length"]
         assert scope["method"] != "POST" or lengths == [str(len(raw)).encode()]
         self.raw.append(raw)
