@@ -72,11 +72,12 @@ def agent_rows(agents: Sequence[AgentFigures]) -> list[Row]:
     """Median time to the first token of each agent by phase, beside the same without reuse."""
     rows = []
     for agent in agents:
-        for way, phases in (("with reuse", agent.reuse), ("dense", agent.dense)):
-            if phases is not None:
-                name = "" if phases is agent.dense and agent.reuse else agent.name
-                spent = {phase: value for phase, value in phases.phases.items() if phase != "decode"}
-                rows.append(Row(name, way, tuple(_chain(spent)), milliseconds(phases.ttft_ms)))
+        ways = (("with reuse", agent.reuse, agent.reuse_ms), ("dense", agent.dense, agent.dense_ms))
+        for way, phases, first_ms in ways:
+            if phases:
+                name = "" if way == "dense" and agent.reuse else agent.name
+                spent = {phase: median for phase, median in phases.items() if phase != "decode"}
+                rows.append(Row(name, way, tuple(_chain(spent)), milliseconds(first_ms)))
     return rows
 
 

@@ -13,38 +13,20 @@ from kvcomm_integrations.wire import TREATMENTS, EdgeReport, Health, Mode, Segme
 
 
 @dataclass(frozen=True)
-class Phases:
-    """Medians of several requests, milliseconds."""
-
-    count: int
-    ttft_ms: float
-    phases: dict[str, float]
-
-
-@dataclass(frozen=True)
 class AgentFigures:
-    """One agent's requests, with reuse and without."""
+    """Medians of one agent's requests, with reuse and without."""
 
     name: str
-    reuse: Phases | None
-    dense: Phases | None
+    requests: int
+    """Timed requests that could reuse."""
+    reuse_ms: float | None
+    dense_ms: float | None
+    """Time to the first token, milliseconds; ``None`` where no request was timed."""
+    reuse: dict[str, float]
+    dense: dict[str, float]
+    """Each phase, milliseconds; empty where no request was timed."""
     tokens: dict[str, float]
-    """Medians over the requests that could reuse: ``prompt`` and each of ``TREATMENTS``."""
-
-    @property
-    def requests(self) -> int:
-        """Timed requests that could reuse."""
-        return self.reuse.count if self.reuse else 0
-
-    @property
-    def reuse_ms(self) -> float | None:
-        """Median time to the first token with reuse, milliseconds."""
-        return self.reuse.ttft_ms if self.reuse else None
-
-    @property
-    def dense_ms(self) -> float | None:
-        """Median time to the first token without reuse, milliseconds."""
-        return self.dense.ttft_ms if self.dense else None
+    """Of the requests that could reuse: ``prompt`` and each of ``TREATMENTS``."""
 
     @property
     def speedup(self) -> float | None:
@@ -128,10 +110,28 @@ def by_agent(records: Sequence[RunRecord]) -> list[AgentFigures]:
     for name in dict.fromkeys(record.agent for record in records):
         own = [record for record in records if record.agent == name and not record.error]
         reuse = [record for record in own if record.asked is Mode.AUTO]
+        dense = [record for record in own if is_dense(record)]
         tokens = {"prompt": _median([record.prompt_tokens for record in reuse])}
         tokens |= {kind: _median([getattr(record, kind) for record in reuse]) for kind in TREATMENTS}
-        figures.append(AgentFigures(name, _phases(reuse), _phases(list(filter(is_dense, own))), tokens))
+        timed = sum(record.ttft_ms is not None for record in reuse)
+        figures.append(
+            AgentFigures(name, timed, _first_ms(reuse), _first_ms(dense), _phases(reuse), _phases(dense), tokens)
+        )
     return figures
+
+
+def _first_ms(records: Iterable[RunRecord]) -> float | None:
+    timed = [record.ttft_ms for record in records if record.ttft_ms is not None]
+    return _median(timed) if timed else None
+
+
+def _phases(records: Iterable[RunRecord]) -> dict[str, float]:
+    timed = [record.phases for record in records if record.ttft_ms is not None]
+    return {phase: _median([phases[phase] for phases in timed]) for phase in PHASES} if timed else {}
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(median(values)) if values else 0.0
 
 
 def edges(records: Iterable[RunRecord]) -> list[EdgeFigures]:
@@ -174,18 +174,3 @@ def sessions(records: Iterable[RunRecord]) -> list[SessionRuns]:
             partner = alike.popleft().records if alike and own[0].asked is Mode.AUTO else ()
             found.append(SessionRuns(tenant, session, own, partner))
     return sorted([*found, *chain(*waiting.values())], key=lambda runs: runs.records[0].started)
-
-
-def _phases(records: Sequence[RunRecord]) -> Phases | None:
-    timed = [record for record in records if record.ttft_ms is not None]
-    if not timed:
-        return None
-    return Phases(
-        len(timed),
-        _median([record.ttft_ms or 0.0 for record in timed]),
-        {phase: _median([record.phases[phase] for record in timed]) for phase in PHASES},
-    )
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(median(values)) if values else 0.0

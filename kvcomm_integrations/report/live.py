@@ -1,6 +1,6 @@
 """The live page: the report's panels while an engine works. Read-only, for this machine alone unless told otherwise.
 
-``respond`` is all there is to it; ``serve_live`` puts it behind a small server of its own, ``asgi_app`` into another.
+``respond`` makes the answers; ``serve_live`` puts it behind a small server of its own, ``asgi_app`` into another one.
 """
 
 from __future__ import annotations

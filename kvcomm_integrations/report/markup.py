@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,9 +21,7 @@ def render(template: str, **values: Any) -> str:
 @cache
 def asset(name: str) -> Markup:
     """A file that goes into a page as it is: the style sheet or the script."""
-    environment = _environment()
-    assert environment.loader is not None
-    return Markup(environment.loader.get_source(environment, name)[0])
+    return Markup((files(__package__) / "templates" / name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -34,6 +33,7 @@ def _environment() -> Environment:
         finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
+        cache_size=-1,  # a plain dict: the cache with a limit has a lock, which a forked child could find taken
     )
     filters = (
         drawing.abridged, drawing.agent_graph, drawing.agent_rows, drawing.prompt_bars, drawing.session_rows,

@@ -137,9 +137,8 @@ def _record(path: Path, number: int, row: Any) -> RunRecord:
 def read_runs(paths: Sequence[Path]) -> RunReport:
     """One report on the runs of several files."""
     reports = [RunReport.read(path) for path in paths]
-    if len(reports) == 1:
-        return reports[0]
-    return RunReport(record for report in reports for record in report.records)
+    every = (record for report in reports for record in report.records)
+    return reports[0] if len(reports) == 1 else RunReport(every)
 
 
 def _write(path: Path, content: str) -> Path:

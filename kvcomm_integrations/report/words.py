@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from kvcomm_integrations.wire import SegmentReport
+from kvcomm_integrations.wire import TREATMENTS, SegmentReport
 
-STYLES = {"exact": "green", "loaded": "cyan", "repaired": "yellow", "computed": "red"}
+STYLES = dict(zip(TREATMENTS, ("green", "cyan", "yellow", "red"), strict=True))
 """Colours of what became of tokens, in the terminal."""
 _PICTURES = 0x2400
 """Start of Unicode's pictures of control characters."""

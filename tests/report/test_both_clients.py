@@ -13,8 +13,10 @@ from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.langchain import ChatKVComm
 
 QUESTION = (
-    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third of "
-    "that, and every Sunday all of them get half of what they eat on any other day of the week?"
+    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third "
+    "of that, and every Sunday all of them get half of what they eat on any other day of the week? Say how many bales "
+    "the farmer has to buy for the four months from November to February if a tenth of the hay is spoiled by rain, and "
+    "what they cost at seven pounds a bale."
 )
 
 

@@ -149,7 +149,7 @@ def luminance(colour: str) -> float:
 
 
 def test_templates_escape_attributes_and_text() -> None:
-    agent = AgentFigures('<b> "x" \x1b', None, None, {"prompt": 0.0})
+    agent = AgentFigures('<b> "x" \x1b', 0, None, None, {}, {}, {"prompt": 0.0})
     shown = render("agent_table.html", agents=[agent])
     assert '<th scope="row">&lt;b&gt; &#34;x&#34; \u241b</th><td class="number">0</td>' in shown
     with pytest.raises(UndefinedError):

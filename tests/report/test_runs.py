@@ -19,8 +19,8 @@ from kvcomm_integrations.report.run_report import RunReport, read_runs
 from kvcomm_integrations.wire import Mode
 
 QUESTION = (
-    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third of "
-    "that, and every Sunday all of them get half of what they eat on any other day of the week?"
+    "How many bales of hay do twelve cows and fifteen sheep eat in a week, if a cow eats three a day, a sheep a third "
+    "of that, and every Sunday all of them get half of what they eat on any other day of the week?"
 )
 
 
