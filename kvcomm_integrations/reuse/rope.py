@@ -1,25 +1,19 @@
-"""Rotary position embedding of cached keys: put on, take off, move. Knows nothing of engines, agents or policies.
+"""Rotary position embedding of cached keys: put it on, take it off.
 
-Keys are stored without their rotation (the pre-RoPE frame) and rotated to wherever they are pasted. Which rotation a
-model uses is read from its configuration; whether that is true is checked on real keys (`Rope.self_check`).
+Keys are stored without their rotation (the pre-RoPE frame) and rotated to wherever they are pasted.
+`Rope.self_check` tells on real keys whether a rotation is the model's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kvcomm_integrations.errors import UnsupportedModelError
+from kvcomm_integrations.reuse.rope_config import read_rotation
 from kvcomm_integrations.reuse.scratch import Scratch
-
-INTERLEAVED_MODEL_TYPES = frozenset({"gptj", "codegen", "glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe"})
-"""Models that rotate neighbouring channels (GPT-J style); all others rotate the two halves of a head (NeoX style)."""
-
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,21 +58,8 @@ class Rope:
             UnsupportedModelError: no rotary embedding, latent attention, a rotation that differs between layers, or
                 a RoPE type that is not implemented.
         """
-        model_type = getattr(config, "model_type", "?")
-        _refuse_other_positions(config, model_type)
-        params = _rope_parameters(config, model_type)
-        rope_type = params.get("rope_type") or params.get("type") or "default"
-        if "mrope_section" in params or rope_type == "mrope":
-            raise _unsupported(model_type, "RoPE type 'mrope'")
-        if rope_type not in SUPPORTED_ROPE_TYPES:
-            raise _unsupported(model_type, f"RoPE type {rope_type!r}")
-        if params.get("use_fope"):
-            raise _unsupported(model_type, "RoPE type 'fope'")
-        if interleaved is None:
-            interleaved = model_type in INTERLEAVED_MODEL_TYPES or bool(getattr(config, "original_rope", False))
-        dim = _rotary_dim(config, params)
-        inv_freq, scale = _frequencies(rope_type, params, dim, config)
-        limit = getattr(config, "max_position_embeddings", None) if rope_type == "dynamic" else None
+        inv_freq, neighbours, scale, limit = read_rotation(config)
+        interleaved = neighbours if interleaved is None else interleaved
         return cls(inv_freq, interleaved, scale, limit, table_dtype)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +75,10 @@ class Rope:
                 f"position {int(positions.max())} is beyond the {self.max_position} up to which dynamic NTK scaling "
                 "keeps its frequencies: limit max_model_len to that, or switch reuse off"
             )
-        angles = positions.to(torch.float32)[:, None] * self._frequencies_on(positions.device)
+        device = positions.device
+        if device not in self._on_device:
+            self._on_device[device] = self.inv_freq.to(device)
+        angles = positions.to(torch.float32)[:, None] * self._on_device[device]
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         if self.table_dtype != torch.float32:
             cos, sin = cos.to(self.table_dtype).float(), sin.to(self.table_dtype).float()
@@ -106,9 +90,10 @@ class Rope:
         Args:
             keys: ``(..., tokens, head_dim)``, usually ``(layers, kv_heads, tokens, head_dim)``, any float type.
             positions: ``(tokens,)`` integers on the keys' device.
+            inverse: take the rotation off.
 
         Returns:
-            A new tensor like ``keys``; computed in float32. Channels beyond ``rotary_dim`` are copied.
+            a new tensor of the keys' shape and type, computed in float32. Channels beyond ``rotary_dim`` are copied.
         """
         if keys.shape[-2] != len(positions):
             raise ValueError(f"{keys.shape[-2]} keys cannot be rotated to {len(positions)} positions")
@@ -135,7 +120,7 @@ class Rope:
             inverse: take the rotation off.
 
         Returns:
-            ``rows``.
+            ``rows`` itself.
         """
         cos, sin = (part.T.contiguous() for part in self._turns(positions, inverse))
         first, second = self._pairs
@@ -161,7 +146,7 @@ class Rope:
         return cos / length, -sin / length
 
     def unrotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Take the rotation of ``positions`` off cached keys; the inverse of `rotate`."""
+        """Take the rotation of ``positions`` ``(tokens,)`` off keys ``(..., tokens, head_dim)``; `rotate` inverted."""
         return self.rotate(keys, positions, inverse=True)
 
     def self_check(
@@ -169,8 +154,8 @@ class Rope:
     ) -> bool:
         """Whether cached layer-0 keys of equal tokens agree once their rotations are taken off.
 
-        Layer 0's keys depend on token and position only, so this holds for every model whose rotation is this one,
-        and needs no knowledge of the model. Use pairs at different positions: equal ones agree under any rotation.
+        Layer 0's keys depend on token and position only, so they agree in every model whose rotation is this one.
+        Compare different positions: at equal ones keys agree under any rotation.
 
         Args:
             k_a, k_b: ``(..., tokens, head_dim)``; token ``i`` of both is the same token.
@@ -182,125 +167,3 @@ class Rope:
             return True
         size = float(plain_a.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
         return float((plain_a - plain_b).abs().max()) <= tol * size
-
-    def _frequencies_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._on_device:
-            self._on_device[device] = self.inv_freq.to(device)
-        return self._on_device[device]
-
-
-def _unsupported(model_type: str, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"model type {model_type!r} uses {what}, whose keys cannot be moved yet (supported: "
-        f"{', '.join(SUPPORTED_ROPE_TYPES)}): serve it with reuse switched off (enabled=False)"
-    )
-
-
-def _refuse_other_positions(config: Any, model_type: str) -> None:
-    """Raise where positions are not (only) one rotation common to all layers."""
-    if getattr(config, "kv_lora_rank", None):
-        raise _unsupported(model_type, "multi-head latent attention")
-    if getattr(config, "alibi", False):
-        raise _unsupported(model_type, "ALiBi positions")
-    if any(not rotated for rotated in getattr(config, "no_rope_layers", None) or ()):
-        raise _unsupported(model_type, "layers without RoPE")
-
-
-def _rope_parameters(config: Any, model_type: str) -> dict[str, Any]:
-    """The configuration's RoPE settings as one flat dict with ``rope_theta``, whatever transformers wrote it."""
-    params = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if any(isinstance(value, Mapping) for value in params.values()):
-        raise _unsupported(model_type, "a rotation that differs between layers")
-    params = dict(params)
-    if params.get("rope_theta") is None:
-        params["rope_theta"] = _theta(config, model_type)
-    return params
-
-
-def _theta(config: Any, model_type: str) -> float:
-    for name in ("rope_theta", "rotary_emb_base"):
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    if model_type in ("chatglm", "gptj", "codegen"):
-        return 10000.0 * float(getattr(config, "rope_ratio", 1.0))
-    raise _unsupported(model_type, "no rotary embedding that its configuration tells of")
-
-
-def _rotary_dim(config: Any, params: Mapping[str, Any]) -> int:
-    """Rotated channels per head."""
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "kv_channels", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    explicit = params.get("rope_dim") or getattr(config, "rotary_dim", None)
-    if explicit:
-        return int(explicit)
-    factor = params.get("partial_rotary_factor")
-    for name in ("partial_rotary_factor", "rotary_pct"):
-        factor = getattr(config, name, None) if factor is None else factor
-    if factor is None:
-        factor = 0.5 if getattr(config, "model_type", "") == "chatglm" else 1.0
-    return int(head_dim * factor)
-
-
-def _frequencies(rope_type: str, params: Mapping[str, Any], dim: int, config: Any) -> tuple[torch.Tensor, float]:
-    """Frequencies ``(dim / 2,)`` in float32 and the factor on cosines and sines."""
-    theta = float(params["rope_theta"])
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    if rope_type == "dynamic":
-        theta *= _ntk_stretch(params, dim, config)
-    plain = 1.0 / theta**exponents
-    if rope_type == "linear":
-        return plain / float(params["factor"]), 1.0
-    if rope_type == "llama3":
-        return _llama3(plain, params), 1.0
-    if rope_type == "yarn":
-        return _yarn(plain, params, dim, config)
-    return plain, 1.0
-
-
-def _ntk_stretch(params: Mapping[str, Any], dim: int, config: Any) -> float:
-    """NTK-aware growth of the base at the longest length served, which is how engines fix it (1 at the trained one)."""
-    exponent = dim / (dim - 2)
-    if "alpha" in params:
-        return float(params["alpha"]) ** exponent
-    factor, longest = float(params["factor"]), config.max_position_embeddings
-    stretch = factor * longest / params.get("max_trained_positions", longest) - (factor - 1)
-    return float(stretch) ** exponent
-
-
-def _llama3(plain: torch.Tensor, params: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: slow channels are slowed by ``factor``, fast ones kept, those between blended."""
-    factor = float(params["factor"])
-    low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
-    turns = params["original_max_position_embeddings"] * plain / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= low).float()
-    return plain * (keep + (1 - keep) / factor)
-
-
-def _yarn(plain: torch.Tensor, params: Mapping[str, Any], dim: int, config: Any) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071): a ramp between kept and slowed channels, and a factor on the attention's temperature."""
-    theta = float(params["rope_theta"])
-    original = params.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = float(params.get("factor") or config.max_position_embeddings / original)
-
-    def channel(turns: float) -> float:
-        """Index of the channel that turns so many times within the original context."""
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = channel(params.get("beta_fast") or 32), channel(params.get("beta_slow") or 1)
-    if params.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
-    slowed = ramp.clamp(0, 1)
-    return plain * (1 - slowed + slowed / factor), _yarn_attention_factor(params, factor)
-
-
-def _yarn_attention_factor(params: Mapping[str, Any], factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if params.get("attention_factor") is not None:
-        return float(params["attention_factor"])
-    if params.get("mscale") and params.get("mscale_all_dim"):
-        return magnitude(params["mscale"]) / magnitude(params["mscale_all_dim"])
-    return magnitude(1.0)

@@ -1,1 +1,1 @@
-"""Learned corrections in files: for warm starts, and to share between replicas what each has learned. No vLLM here."""
+"""Learned corrections in files: for warm starts, and to share between replicas what each has learned."""

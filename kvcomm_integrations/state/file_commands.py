@@ -41,7 +41,7 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def merge_files(paths: Sequence[Path]) -> LearnedState:
-    """What one engine would know that had seen all examples of all files. Shares of an engine's ranks are joined first.
+    """The state of one engine that had seen the examples of all files. Shares of an engine's ranks are joined first.
 
     Raises:
         StateFileError: a file is damaged, or they do not belong together.

@@ -38,17 +38,12 @@ def write_state(path: Path, state: LearnedState) -> StateManifest:
         StateFileError: the folder cannot be written.
     """
     tensors = {f"{n}.{part}": getattr(edge, part).contiguous() for n, edge in enumerate(state.edges) for part in PARTS}
+    records = tuple(EdgeRecord(**edge.edge._asdict(), examples=edge.examples, rows=edge.rows) for edge in state.edges)
     draft = StateManifest(
+        **vars(state) | {"edges": records},
         package=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=state.model,
-        layout=state.layout,
-        policy=state.policy,
         learns=require_saveable(state.policy),
-        options=state.options,
-        tenant=state.tenant,
-        heads=state.heads,
-        edges=tuple(EdgeRecord(**edge.edge._asdict(), examples=edge.examples, rows=edge.rows) for edge in state.edges),
         digest="",
     )
     digest = _digest_of(draft)
@@ -97,8 +92,7 @@ def read_state(path: Path, *, heads: HeadRange | None = None, max_bytes: int = M
     require_saveable(manifest.policy)
     facts = manifest.model, manifest.policy, manifest.heads
     state = LearnedState(*facts, (), manifest.tenant, manifest.layout, manifest.options)
-    heads = heads or manifest.heads
-    part, edges = state.part_of(heads), []
+    heads, edges = heads or manifest.heads, list[LearnedEdge]()
     digest = _digest_of(manifest)
     try:
         with safe_open(path, framework="pt") as file:
@@ -108,7 +102,7 @@ def read_state(path: Path, *, heads: HeadRange | None = None, max_bytes: int = M
                 edge = _read_edge(file, number, record, manifest, path)
                 for name in PARTS:
                     _add(digest, f"{number}.{name}", getattr(edge, name))
-                edges.append(edge.of_heads(part))
+                edges += replace(state, edges=(edge,)).of_heads(heads).edges
     except (OSError, SafetensorError) as error:
         raise StateFileError(f"{path} is truncated or damaged: {error}") from error
     if digest.hexdigest() != manifest.digest:

@@ -1,4 +1,4 @@
-"""Learned corrections as tensors by edge: taken from a policy, split by head, joined, merged and given back."""
+"""Learned corrections as tensors by edge: taken from a policy, split by head, joined, merged, loaded into a policy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,10 @@ class LearnedEdge(NamedTuple):
     scatter: torch.Tensor
     """``(layers - 1, kv_heads, features, channels)``, float32. See `EdgeRegression` for features and channels."""
 
-    def of_heads(self, part: slice) -> LearnedEdge:
-        """A part of the heads, counted within this edge's."""
-        return self._replace(mean=self.mean[:, part].contiguous(), scatter=self.scatter[:, part].contiguous())
-
 
 @dataclass(frozen=True, eq=False)
 class LearnedState:
-    """All edges of one policy on one model, or one rank's share of them. For the fields see `StateManifest`."""
+    """All edges of one policy on one model, or one rank's share of them. Fields mean the same as in `StateManifest`."""
 
     model: ModelIdentity
     policy: str
@@ -57,8 +53,8 @@ class LearnedState:
         """Bytes of all edges."""
         return sum(edge.mean.nbytes + edge.scatter.nbytes for edge in self.edges)
 
-    def part_of(self, heads: HeadRange) -> slice:
-        """Where these heads are among this state's.
+    def of_heads(self, heads: HeadRange) -> LearnedState:
+        """What a rank with these heads needs.
 
         Raises:
             StateFileError: some of them are not inside.
@@ -68,12 +64,12 @@ class LearnedState:
                 f"heads {heads.first} to {heads.end - 1} are needed, but only {self.heads.first} to "
                 f"{self.heads.end - 1} are in this state: join the shards of all ranks first (kvcomm state merge)"
             )
-        return slice(heads.first - self.heads.first, heads.end - self.heads.first)
-
-    def of_heads(self, heads: HeadRange) -> LearnedState:
-        """What a rank with these heads needs; raises as `part_of`."""
-        part = self.part_of(heads)
-        return replace(self, heads=heads, edges=tuple(edge.of_heads(part) for edge in self.edges))
+        part = slice(heads.first - self.heads.first, heads.end - self.heads.first)
+        edges = (
+            edge._replace(mean=edge.mean[:, part].contiguous(), scatter=edge.scatter[:, part].contiguous())
+            for edge in self.edges
+        )
+        return replace(self, heads=heads, edges=tuple(edges))
 
     def of_tenant(self, tenant: str) -> LearnedState:
         """The edges of one tenant."""
@@ -82,7 +78,7 @@ class LearnedState:
 
 
 def require_saveable(policy: str) -> str:
-    """What a policy's numbers mean.
+    """What the numbers of a policy mean, for the manifest.
 
     Raises:
         StateFileError: this policy's state is not additive, so that it can neither be merged nor kept in files.
@@ -108,9 +104,9 @@ def take_from(policy: Policy, model: ModelIdentity, heads: HeadRange, **more: An
 
 
 def give_to(policy: Policy, state: LearnedState, device: torch.device | None = None, *, merge: bool = False) -> None:
-    """Let a policy know what ``state`` knows: instead of what it knew before, or (``merge``) in addition to it.
+    """Load a state into a policy, replacing what it has learned or (``merge``) adding to it.
 
-    The policy keeps it on ``device``, by default where ``state`` is.
+    The tensors go to ``device``, by default they stay where they are.
     """
     ridge = _saveable(policy)
     learned = {known.edge: _regression_of(known, ridge.rank, device) for known in state.edges}
@@ -120,7 +116,7 @@ def give_to(policy: Policy, state: LearnedState, device: torch.device | None = N
 
 
 def merge_states(states: Sequence[LearnedState]) -> LearnedState:
-    """What one engine would know that had seen all examples of several.
+    """The state of one engine that had seen the examples of all of them.
 
     Raises:
         StateFileError: they are of different models, policies or heads.
@@ -160,14 +156,11 @@ def join_shards(shards: Sequence[LearnedState]) -> LearnedState:
     known = [(edge.edge, edge.examples, edge.rows) for edge in first.edges]
     if any([(edge.edge, edge.examples, edge.rows) for edge in edges] != known for edges in parts):
         raise StateFileError("ranks have learned different edges or examples; their shares do not belong together")
-    edges = tuple(
-        same[0]._replace(
-            mean=torch.cat([edge.mean for edge in same], dim=1),
-            scatter=torch.cat([edge.scatter for edge in same], dim=1),
-        )
-        for same in zip(*parts, strict=True)
-    )
-    return replace(first, heads=HeadRange(first=0, count=end), edges=edges)
+    edges = []
+    for same in zip(*parts, strict=True):
+        mean, scatter = torch.cat([edge.mean for edge in same], 1), torch.cat([edge.scatter for edge in same], 1)
+        edges.append(same[0]._replace(mean=mean, scatter=scatter))
+    return replace(first, heads=HeadRange(first=0, count=end), edges=tuple(edges))
 
 
 def _check_alike(mine: LearnedState, other: LearnedState) -> None:

@@ -129,7 +129,7 @@ class StateManifest(_Record):
         for edge in self.edges:
             if self.tenant not in (None, edge.tenant):
                 raise StateFileError(
-                    f"{where} says it is of tenant {self.tenant!r}, but holds an edge of {edge.tenant!r}: refuse it"
+                    f"{where} says it is of tenant {self.tenant!r}, but holds an edge of {edge.tenant!r}: do not use it"
                 )
 
     def check_fits(self, model: ModelIdentity, policy: str, learns: str, where: str) -> None:

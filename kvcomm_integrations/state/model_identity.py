@@ -1,4 +1,4 @@
-"""Which model is this? Hashes that are equal for equal models on every machine and for every number of ranks."""
+"""Hashes that identify a model: equal for equal models on every machine and for every number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INCIDENTAL = frozenset({"_name_or_path", "transformers_version", "torch_dtype",
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Hash of a model's configuration without what is incidental (where it lies, what wrote it)."""
+    """Hash of a model's configuration without incidental entries, such as its folder and the version that wrote it."""
     kept = {key: value for key, value in config.items() if key not in _INCIDENTAL}
     raw = json.dumps(kept, sort_keys=True, default=str).encode()
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
@@ -43,7 +43,7 @@ def weights_hash(place: Path) -> str:
 
 
 def rope_text(rope: Rope) -> str:
-    """A rotation in words; equal for equal rotations, whatever machine computed its frequencies."""
+    """A rotation in words: the same for equal rotations, whichever machine computed their frequencies."""
     rounded = ",".join(f"{value:.5e}" for value in rope.inv_freq.tolist())
     frequencies = hashlib.blake2b(rounded.encode(), digest_size=6).hexdigest()
     pairs = "neighbours" if rope.interleaved else "halves"

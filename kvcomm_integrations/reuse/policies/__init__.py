@@ -1,4 +1,4 @@
-"""Makes policies by name. Nothing is imported before a policy is asked for, so this package costs nothing to import.
+"""Makes policies by name. A policy's module (and with it torch) is imported when the policy is first made.
 
 A name may carry options, as in ``kvcmas:rank=4:gamma=0.5``: such variants run beside the plain policy in one engine.
 """
@@ -22,7 +22,7 @@ def create_policy(name: str, **options: Any) -> Policy:
 
     Args:
         name: one of ``POLICY_NAMES``, or a variant of it.
-        options: fields of the policy's dataclass; what the name carries goes before them.
+        options: fields of the policy's dataclass; options in the name override them.
 
     Raises:
         ConfigurationError: no such policy or option, or a value out of range.

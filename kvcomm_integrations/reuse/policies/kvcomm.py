@@ -71,7 +71,7 @@ class KVCOMM(LearningPolicy[Pool]):
         temperature (float, 1.0): of the softmax (the paper's offset approximation); the published code uses 1.
         top_p (float, 0.9): anchors that make up this share of the softmax count as used.
         selective (bool, False): leave out examples that the gate finds predictable, as the paper's own loop does. Off,
-            every observed example is stored, which is more than fair: what to observe is decided elsewhere.
+            every observed example is stored: what to observe is decided elsewhere.
         max_bytes (int, 1 GiB): budget for all edges; the least recently used are evicted.
     """
 

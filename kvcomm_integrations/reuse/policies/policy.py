@@ -1,7 +1,7 @@
 """What a correction policy is, and how to write one.
 
 A new policy is one file in this folder, named like the policy, and one entry in ``reuse/traits.py``. The file holds one
-subclass of `Policy`, whose dataclass fields, all of them numbers, are the policy's options. Every method has a default
+subclass of `Policy`, whose dataclass fields, numbers or booleans, are the policy's options. Every method has a default
 that suits a policy which learns nothing, so such a policy is one override::
 
     @dataclass
