@@ -9,6 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvcomm_integrations._moved import keep_former_names
+from kvcomm_integrations._version import __version__
+
 if TYPE_CHECKING:
     from kvcomm_integrations.autogen import KVCommChatCompletionClient
     from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig, Tokenization
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from kvcomm_integrations.langchain import ChatKVComm
     from kvcomm_integrations.wire import Mode, RequestReport, SegmentReport
 
-from kvcomm_integrations._version import __version__
 
 __all__ = [
     "ChatKVComm",
@@ -58,6 +60,8 @@ _EXTRA = {
     "vllm": "vllm",
 }
 """Extra that brings an optional package."""
+
+keep_former_names()
 
 
 def __getattr__(name: str) -> Any:

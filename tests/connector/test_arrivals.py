@@ -91,7 +91,7 @@ def test_one_that_is_no_number_is_reported(half: ConnectorWorker, sent: list[Lat
     sent[0].kv.values[0, 0, 0, 0] = torch.nan
     sent[0].here = True
     report = report_of(half)
-    assert report.stored == {} and "not finite" in report.failed[7]
+    assert report.stored == {} and "NaN or infinity" in report.failed[7]
     assert len(half.store) == 0 and half._arrivals is not None and len(half._arrivals) == 0
 
 

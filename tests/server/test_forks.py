@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from kvcomm_integrations.chat.runtime import ChatRuntime, runtime_for
-from kvcomm_integrations.engines import shared
+from kvcomm_integrations.engines import registry
 from kvcomm_integrations.engines.http.engine import HttpEngine
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.report.live import serve_live
@@ -189,8 +189,8 @@ def test_a_fork_during_the_handshake_of_another_thread(connect: Connect, stub: S
 def test_forks_whatever_locks_are_held(engine: HttpEngine) -> None:
     chat(engine)
     runtime: ChatRuntime = runtime_for(engine)
-    with elsewhere(engine._lock, runtime._lock, runtime.runs._lock, runtime.registry._lock, shared._lock):
-        assert in_child(lambda: [chat(engine), shared.get_engine(engine.config).closed]) == [ANSWER, False]
+    with elsewhere(engine._lock, runtime._lock, runtime.runs._lock, runtime.registry._lock, registry._lock):
+        assert in_child(lambda: [chat(engine), registry.get_engine(engine.config).closed]) == [ANSWER, False]
     with elsewhere(engine.tokenizer._encodings._lock):  # the stub's too: no answer before it is free
         assert in_child(lambda: engine.tokenizer.count("A text nobody has counted yet")) > 0
     assert chat(engine) == ANSWER
@@ -259,7 +259,7 @@ def test_leaving_early_reaches_the_server_while_a_child_lives(connect: Connect, 
 
 def test_closing_in_a_child_closes_nothing_of_the_parents(engine: HttpEngine) -> None:
     assert in_child(engine.close) is None
-    assert in_child(shared.close_engines) is None
+    assert in_child(registry.close_engines) is None
     assert in_child(lambda: asyncio.run(engine.aclose())) is None
     assert ask(engine) == ANSWER
 

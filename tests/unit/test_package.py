@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import kvcomm_integrations
 from kvcomm_integrations import MissingDependencyError, config, errors, wire
+from kvcomm_integrations._moved import MOVED
 
 HEAVY = ("torch", "transformers", "vllm", "langchain_core", "langgraph", "autogen_core", "autogen_agentchat")
 PROBE = f"""
@@ -87,3 +89,13 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch: pytest
     with pytest.raises(ModuleNotFoundError, match="typo") as caught:
         _ = kvcomm_integrations.ChatKVComm
     assert not isinstance(caught.value, MissingDependencyError)
+
+
+@pytest.mark.parametrize(("former", "now"), MOVED.items())
+def test_former_import_paths_still_work_and_say_where_to_go(former: str, now: str) -> None:
+    sys.modules.pop(former, None)
+    with pytest.warns(DeprecationWarning, match=f"{former} has moved to {now}"):
+        module = importlib.import_module(former)
+    assert module is importlib.import_module(now) and module.__spec__ is not None and module.__spec__.name == now
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvcomm_integrations.engines.nothing")
