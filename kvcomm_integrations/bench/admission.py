@@ -14,11 +14,7 @@ from kvcomm_integrations.planning.resolved_prompt import resolve
 from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 
-TOKENS = 4096
-EXAMPLES = 25
-PREFIX = 64
-BUDGET_MS = 0.5
-"""What planning a prompt may take, milliseconds."""
+TOKENS, EXAMPLES, PREFIX = 4096, 25, 64
 
 
 def admission_steps(repeats: int) -> list[tuple[str, float]]:

@@ -10,41 +10,33 @@ from typing import Any
 Subcommands = argparse._SubParsersAction
 
 MODEL_HELP = "folder or hub id of the model (default: SmolLM2-135M, prepared on first use)"
-
-COUNTS: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "micro": (("repeats", 9, "runs of each step"),),
-    "ttft": (
-        ("agents", 5, "fully connected"),
-        ("warmup", 4, "rounds to learn from"),
-        ("rounds", 5, "rounds measured"),
-        ("from-agent", 1, "first agent measured"),
-    ),
-    "serve": (
-        ("agents", 5, "of each team"),
-        ("prefix", 512, "tokens of a system prompt"),
-        ("input", 1024, "tokens of the question"),
-        ("output", 32, "tokens of an answer"),
-        ("sessions", 16, "sessions measured"),
-        ("warmup", 4, "sessions to learn from"),
-    ),
-    "overhead": (
-        ("prefix", 64, "tokens of the system prompt"),
-        ("input", 512, "tokens of the question"),
-        ("output", 32, "tokens of an answer"),
-        ("rounds", 9, "rounds measured"),
-        ("together", 4, "answers at once"),
-    ),
-    "fidelity": (
-        ("agents", 4, "fully connected"),
-        ("measure", 15, "contents to measure on"),
-        ("max-tokens", 48, "length of answers, tokens"),
-        ("tokens", 32, "positions compared"),
-    ),
-    "planning": (("contents", 200, "known contents"), ("repeats", 20, "prompts per length")),
-    "isolation": (("guesses", 15, "contents"),),
+KINDS = {
+    "micro": "what each step of a reuse costs, against what the machine can do",
+    "ttft": "time to each agent's first token, dense with prefix caching against reuse",
+    "serve": "many teams at once: throughput, latency and stalls, dense against reuse",
+    "overhead": "plain vLLM against the connector where nothing is reused",
+    "fidelity": "how far every policy is from dense, on the real engine",
+    "planning": "what finding contents and building prompts costs, without an engine",
+    "isolation": "can one tenant find out by timing what another has sent?",
 }
-"""Options that are whole numbers from 1 on: name, default, meaning."""
-
+"""The benchmarks and what they tell."""
+COUNTS: dict[str, dict[str, tuple[int, str]]] = {
+    "micro": {"repeats": (9, "runs of each step")},
+    "ttft": {"agents": (5, "fully connected"), "warmup": (4, "rounds to learn from"), "rounds": (5, "rounds measured"),
+             "from-agent": (1, "first agent measured")},
+    "serve": {"agents": (5, "of each team"), "prefix": (512, "tokens of a system prompt"),
+              "input": (1024, "tokens of the question"), "output": (32, "tokens of an answer"),
+              "sessions": (16, "sessions measured"), "warmup": (4, "sessions to learn from")},
+    "overhead": {"prefix": (64, "tokens of the system prompt"), "input": (512, "tokens of the question"),
+                 "output": (32, "tokens of an answer"), "rounds": (9, "rounds measured"),
+                 "together": (4, "answers at once")},
+    "fidelity": {"agents": (4, "fully connected"), "measure": (15, "contents to measure on"),
+                 "max-tokens": (48, "length of answers, tokens"), "tokens": (32, "positions compared")},
+    "planning": {"contents": (200, "known contents"), "repeats": (20, "prompts per length")},
+    "isolation": {"guesses": (15, "contents")},
+}  # fmt: skip
+"""Options that are whole numbers from 1 on: defaults and meanings."""
+PROVING = "let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)"
 FAST: dict[str, dict[str, Any]] = {
     "micro": {"repeats": 3},
     "ttft": {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0},
@@ -58,16 +50,28 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     """Add ``bench`` and its kinds."""
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    _add_micro(_benchmark(kinds, "micro", "what each step of a reuse costs, against what the machine can do"))
-    _add_ttft(_benchmark(kinds, "ttft", "time to each agent's first token, dense with prefix caching against reuse"))
-    _add_serve(_benchmark(kinds, "serve", "many teams at once: throughput, latency and stalls, dense against reuse"))
-    _benchmark(kinds, "overhead", "plain vLLM against the connector where nothing is reused")
-    _add_fidelity(_benchmark(kinds, "fidelity", "how far every policy is from dense, on the real engine"))
-    _add_lengths(
-        _benchmark(kinds, "planning", "what finding contents and building prompts costs, without an engine"),
-        "length of prompts; repeatable",
-    )
-    _benchmark(kinds, "isolation", "can one tenant find out by timing what another has sent?")
+    own = {"ttft": _add_ttft, "serve": _add_serve, "fidelity": _add_fidelity}
+    for kind, text in KINDS.items():
+        parser = kinds.add_parser(kind, help=text)
+        parser.add_argument("--model", help=MODEL_HELP)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
+        if kind in FAST:
+            parser.add_argument("--fast", action="store_true", help="smaller and fewer runs, to see that it works")
+        if kind != "planning":
+            parser.add_argument("--seed", type=int, default=0)
+        for name, (default, meaning) in COUNTS[kind].items():
+            add_count(parser, f"--{name}", f"{meaning} (%(default)s)", default=default)
+        if kind in ("micro", "planning"):
+            what = "the content" if kind == "micro" else "prompts"
+            add_count(parser, "--tokens", f"length of {what}; repeatable", action="append")
+        if kind == "micro":
+            parser.add_argument(
+                "--no-prefill", action="store_true", help="do not compare with a dense prefill of the model"
+            )
+        if kind in own:
+            own[kind](parser)
+            parser.add_argument("--small-divergence", type=float, default=0.0, metavar="NATS", help=PROVING)
+        parser.set_defaults(command=lambda args, kind=kind: _run(kind, args))
 
 
 def at_least_one(text: str) -> int:
@@ -87,49 +91,26 @@ def add_count(parser: argparse.ArgumentParser, flag: str, text: str, **more: Any
     parser.add_argument(flag, type=at_least_one, metavar="N", help=text, **more)
 
 
-def _benchmark(kinds: Subcommands[argparse.ArgumentParser], kind: str, text: str) -> argparse.ArgumentParser:
-    """A benchmark with the options that all have, and its numbers. ``planning`` draws nothing, so it has no seed."""
-    parser = kinds.add_parser(kind, help=text)
-    parser.add_argument("--model", help=MODEL_HELP)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
-    if kind in FAST:
-        parser.add_argument("--fast", action="store_true", help="smaller and fewer runs, to see that it works")
-    if kind != "planning":
-        parser.add_argument("--seed", type=int, default=0)
-    for name, default, meaning in COUNTS[kind]:
-        add_count(parser, f"--{name}", f"{meaning} (%(default)s)", default=default)
+def _run(kind: str, args: argparse.Namespace) -> int:
+    from kvcomm_integrations.demo_model import prepare_demo_model
 
-    def run(args: argparse.Namespace) -> int:
-        from kvcomm_integrations.demo_model import prepare_demo_model
-
-        args.model = args.model or prepare_demo_model()
-        if kind in FAST and args.fast:
-            vars(args).update(FAST[kind])
-        module = "hf_fidelity" if getattr(args, "hf", False) else "plan_cost" if kind == "planning" else kind
-        command: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), f"run_{module}")
-        return int(command(args))
-
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _add_micro(parser: argparse.ArgumentParser) -> None:
-    _add_lengths(parser, "length of the content; repeatable")
-    parser.add_argument("--no-prefill", action="store_true", help="do not compare with a dense prefill of the model")
+    args.model = args.model or prepare_demo_model()
+    if kind in FAST and args.fast:
+        vars(args).update(FAST[kind])
+    module = "hf_fidelity" if getattr(args, "hf", False) else "plan_cost" if kind == "planning" else kind
+    run: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), f"run_{module}")
+    return int(run(args))
 
 
 def _add_ttft(parser: argparse.ArgumentParser) -> None:
-    for flag, default, what in (
-        ("--prefix", 512, "an agent's system prompt"),
-        ("--input", 1024, "the question"),
-        ("--output", 512, "an answer, forced to this length"),
-    ):
+    lengths = {"prefix": (512, "an agent's system prompt"), "input": (1024, "the question"),
+               "output": (512, "an answer, forced to this length")}  # fmt: skip
+    for name, (default, what) in lengths.items():
         text = f"tokens of {what} ({default}); with several, every combination is measured"
-        add_count(parser, flag, text, nargs="+", default=[default])
+        add_count(parser, f"--{name}", text, nargs="+", default=[default])
     parser.add_argument("--policies", default="ridge", metavar="A,B", help="ways of reuse (%(default)s)")
     parser.add_argument("--warm-rounds", type=int, default=1, metavar="N", help="timed but not counted (%(default)s)")
     parser.add_argument("--repair-depth", type=int, metavar="N", help="most tokens repaired per content (engine's own)")
-    _add_small_divergence(parser)
     parser.add_argument("--synthetic", metavar="LxH", help="a random model of L layers and hidden size H, as in 60x256")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and ratios by agent")
 
@@ -138,42 +119,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
     add_count(parser, "--concurrency", "sessions at once (1 8)", nargs="+", default=[1, 8])
     parser.add_argument("--rate", type=float, metavar="R", help="sessions that arrive per second, by chance")
-    _add_small_divergence(parser)
 
 
 def _add_fidelity(parser: argparse.ArgumentParser) -> None:
-    kinds = ("problems", "documents")
-    parser.add_argument(
-        "--hf",
-        action="store_true",
-        help="on Hugging Face transformers instead, with errors of keys and values by layer",
-    )
+    contents, gates = ("problems", "documents"), ("maturity", "entropy")
+    hf = "on Hugging Face transformers instead, with errors of keys and values by layer"
+    policies = "policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)"
+    parser.add_argument("--hf", action="store_true", help=hf)
     parser.add_argument("--questions", type=Path, metavar="FILE", help='JSONL with {"question": ...}, such as GSM8K')
-    parser.add_argument("--contents", choices=kinds, default="problems", help="what agents share")
-    parser.add_argument("--measure-contents", choices=kinds, help="what they share while measured, if different")
+    parser.add_argument("--contents", choices=contents, default="problems", help="what agents share")
+    parser.add_argument("--measure-contents", choices=contents, help="what they share while measured, if different")
     parser.add_argument("--warmup", type=int, default=16, metavar="N", help="contents to learn from")
-    parser.add_argument(
-        "--policies",
-        metavar="A,B",
-        help="policies to compare, with options if any: kvcmas,kvcmas:rank=4 (default: all)",
-    )
-    parser.add_argument(
-        "--gate", choices=("maturity", "entropy"), default="maturity", help="entropy: as in the papers (%(default)s)"
-    )
-    _add_small_divergence(parser)
+    parser.add_argument("--policies", metavar="A,B", help=policies)
+    parser.add_argument("--gate", choices=gates, default="maturity", help="entropy: as in the papers (%(default)s)")
     parser.add_argument("--timed", type=int, default=3, metavar="N", help="contents to time each policy on")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw divergence against repaired share")
-
-
-def _add_lengths(parser: argparse.ArgumentParser, text: str) -> None:
-    add_count(parser, "--tokens", text, action="append")
-
-
-def _add_small_divergence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--small-divergence",
-        type=float,
-        default=0.0,
-        metavar="NATS",
-        help="let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)",
-    )

@@ -59,14 +59,7 @@ def run_fidelity(args: argparse.Namespace) -> int:
 
 
 class FidelityBench:
-    """Fully connected agents on one engine.
-
-    Args:
-        engine: the engine to measure.
-        policies: what is audited.
-        agents: names, in the order in which they speak.
-        args: ``max_tokens`` of an answer, ``tokens`` of it that are compared, contents to be ``timed``.
-    """
+    """Fully connected agents on one engine, in the order in which they speak, and the policies that are audited."""
 
     def __init__(
         self, engine: InProcessEngine, policies: Sequence[str], agents: Sequence[str], args: argparse.Namespace
@@ -102,21 +95,12 @@ class FidelityBench:
         }
         return {"policies": result, "curve": learning}
 
-    def _answer(self, agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
+    def _answer(self, agent: str, content: str, turns: Sequence[Turn], *, number: int, teach: bool) -> Turn:
         """A dense answer, audited under every policy once it is over."""
-        answer = ask(
-            self.engine,
-            self._prompts.write(agent, content, turns),
-            greedy(self.args.max_tokens),
-            agent=agent,
-            session=f"fidelity-{number}",
-            response_name=f"agent:{agent}:response",
-            mode=Mode.OBSERVE,
-            audit=self.policies,
-            audit_tokens=self.args.tokens - 1,
-            teach=teach,
-        )
-        turn = Turn(agent, answer.tokens)
+        how: dict[str, Any] = {"mode": Mode.OBSERVE, "teach": teach, "audit_tokens": self.args.tokens - 1}
+        prompt, sampling = self._prompts.write(agent, content, turns), greedy(self.args.max_tokens)
+        how |= {"session": f"fidelity-{number}", "audit": self.policies}
+        turn = Turn(agent, ask(self.engine, prompt, sampling, agent, shared=True, **how).tokens)
         self._turns.setdefault(number, []).append(turn)
         return turn
 
@@ -130,8 +114,8 @@ class FidelityBench:
             prompt = self._prompts.write(self.agents[-1], content, self._turns[number][: len(self.agents) - 1])
             for mode, found in times.items():
                 self.engine.reset_prefix_cache()
-                who = {"agent": self.agents[-1], "session": f"fidelity-{number}"}
-                found.append(ask(self.engine, prompt, greedy(1), mode=mode, policy=policy, **who).ttft_ms)
+                how: dict[str, Any] = {"session": f"fidelity-{number}", "mode": mode, "policy": policy}
+                found.append(ask(self.engine, prompt, greedy(1), self.agents[-1], **how).ttft_ms)
         return median(times[Mode.DENSE]) / median(times[Mode.AUTO])
 
 
@@ -145,14 +129,10 @@ def _show(result: dict[str, Any]) -> None:
     columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
                "repaired_share", "state_bytes", "state_bytes_per_edge", "ttft_ratio", "n")  # fmt: skip
     show_scores(result, columns, console)
-    print_table(
-        console,
-        "While learning: mean KL / agreement by examples per edge",
-        ["policy", *(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in CURVE)],
-        ([name, *(_learned(part) for part in parts)] for name, parts in result["curve"].items()),
-        left=["policy"],
-    )
-
-
-def _learned(part: dict[str, float]) -> str:
-    return f"{part['kl_mean']:.4f} / {part['agreement']:.3f}" if part["n"] else "-"
+    headings = ["policy", *(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in CURVE)]
+    rows = [
+        [name, *(f"{part['kl_mean']:.4f} / {part['agreement']:.3f}" if part["n"] else "-" for part in parts)]
+        for name, parts in result["curve"].items()
+    ]
+    title = "While learning: mean KL / agreement by examples per edge"
+    print_table(console, title, headings, rows, left=["policy"])

@@ -54,30 +54,38 @@ class Answer:
 
     tokens: tuple[int, ...]
     ttft_ms: float
-    report: RequestReport | None
+    report: RequestReport
+    """Empty where the engine sent none: it runs without the connector."""
     stamps: tuple[float, ...]
     """When each piece came, seconds of the monotonic clock."""
 
 
 def ask(
-    engine: Engine, prompt: SegmentedPrompt, sampling: SamplingOptions, salt: str | None = None, **params: Any
+    engine: Engine,
+    prompt: SegmentedPrompt,
+    sampling: SamplingOptions,
+    agent: str,
+    *,
+    shared: bool = False,
+    salt: str | None = None,
+    **params: Any,
 ) -> Answer:
-    """Send a request and wait for its end.
+    """Send an agent's request and wait for its end.
 
     Args:
-        engine: whom to ask.
-        prompt: what.
-        sampling: how the answer is drawn.
+        engine, prompt, sampling, agent: who is asked what, how the answer is drawn, and for whom.
+        shared: other agents will read the answer.
         salt: separates the prefix cache.
-        params: fields of ``KVCommParams``.
+        params: other fields of ``KVCommParams``.
     """
-    request = GenerationRequest(prompt, KVCommParams(segments=prompt.segments, **params), sampling, cache_salt=salt)
+    name = f"agent:{agent}:response" if shared else None
+    wire = KVCommParams(segments=prompt.segments, agent=agent, response_name=name, **params)
     deltas, stamps = [], []
-    for delta in engine.generate_sync(request):
+    for delta in engine.generate_sync(GenerationRequest(prompt, wire, sampling, cache_salt=salt)):
         stamps.append(time.monotonic())
         deltas.append(delta)
     tokens = tuple(token for delta in deltas for token in delta.token_ids)
-    return Answer(tokens, deltas[-1].ttft_ms or 0.0, deltas[-1].report, tuple(stamps))
+    return Answer(tokens, deltas[-1].ttft_ms or 0.0, deltas[-1].report or RequestReport(), tuple(stamps))
 
 
 def percentile(values: Sequence[float], share: int) -> float:
@@ -108,12 +116,9 @@ def save_json(args: argparse.Namespace, result: Any) -> None:
 
 @contextmanager
 def plot(path: Path, width: int, columns: int = 1) -> Iterator[Any]:
-    """Draw into ``columns`` axes side by side, with logarithmic heights, and write the picture.
+    """Axes to draw into, with logarithmic heights, ``columns`` of them side by side; afterwards the picture is written.
 
-    Args:
-        path: file to write; its ending names the format.
-        width: inches.
-        columns: how many axes; the block gets one of them, or a tuple of all.
+    Its width is in inches, and the ending of ``path`` names its format.
     """
     import matplotlib
 

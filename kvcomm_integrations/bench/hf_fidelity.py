@@ -15,7 +15,7 @@ from rich.console import Console
 from kvcomm_integrations.bench.harness import print_table, progress
 from kvcomm_integrations.bench.hf_bench import Bench
 from kvcomm_integrations.bench.hf_model import HFModel
-from kvcomm_integrations.bench.prompting import AGENTS, Turn
+from kvcomm_integrations.bench.prompting import AGENTS
 from kvcomm_integrations.bench.scores import chosen_contents, chosen_policies, rounds, save, show_scores
 from kvcomm_integrations.config import Gate
 
@@ -41,12 +41,8 @@ def run_hf_fidelity(args: argparse.Namespace) -> int:
 
 def measure(bench: Bench, taught: Sequence[str], measured: Sequence[str], agents: Sequence[str]) -> dict[str, Any]:
     """Teach, then measure; the figures by policy."""
-
-    def ask(agent: str, content: str, turns: Sequence[Turn], number: int, teach: bool) -> Turn:
-        return bench.ask(agent, content, turns, teach=teach)
-
     with progress("teaching", total=(len(taught) + len(measured)) * len(agents)) as step:
-        for _ in rounds(step, taught, measured, agents, ask):
+        for _ in rounds(step, taught, measured, agents, lambda *who, number, teach: bench.ask(*who, teach=teach)):
             bench.forget_contents()
     calls = len(measured) * (len(agents) - 1)
     result: dict[str, dict[str, Any]] = {}
@@ -70,10 +66,6 @@ def _show(result: dict[str, Any]) -> None:
     def cell(score: dict[str, Any], group: range) -> str:
         return " / ".join(f"{mean(score[side][layer] for layer in group):.3f}" for side in ("key_error", "value_error"))
 
-    print_table(
-        console,
-        "Relative error of loaded keys / values by layer",
-        ["policy", *(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)],
-        ([name, *(cell(score, group) for group in groups)] for name, score in scored.items()),
-        left=["policy"],
-    )
+    headings = ["policy", *(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)]
+    rows = ([name, *(cell(score, group) for group in groups)] for name, score in scored.items())
+    print_table(console, "Relative error of loaded keys / values by layer", headings, rows, left=["policy"])

@@ -1,4 +1,4 @@
-"""A Hugging Face model whose KV can be taken out, put in, and computed again at scattered tokens. Knows no policies.
+"""A Hugging Face model whose KV can be taken out, put in, and computed again at scattered tokens.
 
 The repair pass here is the engine's: the tokens of all gaps go through the model together, each with its own position
 and with a mask that lets it see everything before it; every layer writes their KV before it attends.
@@ -43,25 +43,18 @@ class ScatteredCache(DynamicCache):
 
 @dataclass(frozen=True)
 class DenseAnswer:
-    """What a model says to a prompt when everything is computed.
-
-    Args:
-        tokens: greedy answer.
-        kv: rotated keys, and values, of the prompt and all answer tokens but the last.
-        logits: ``(len(tokens), vocabulary)``, of the distributions the tokens were taken from.
-    """
+    """What a model says to a prompt when everything is computed."""
 
     tokens: tuple[int, ...]
+    """Greedy answer."""
     kv: KV
+    """Rotated keys, and values, of the prompt and all answer tokens but the last."""
     logits: torch.Tensor
+    """``(len(tokens), vocabulary)``, of the distributions the tokens were taken from."""
 
 
 class HFModel:
-    """A causal language model of transformers in float32, on the GPU if there is one.
-
-    Args:
-        folder: weights and tokenizer, or a hub id.
-    """
+    """A causal language model of transformers (a folder, or a hub id) in float32, on the GPU if there is one."""
 
     def __init__(self, folder: str | Path) -> None:
         self.tokenizer = ChatTokenizer.from_pretrained(folder)
@@ -81,11 +74,8 @@ class HFModel:
             logits.append(out.logits[0, -1])
             tokens.append(int(logits[-1].argmax()))
             given = torch.tensor([tokens[-1:]], device=self.device)
-        kv = KV(
-            torch.cat([layer.keys for layer in cache.layers]),
-            torch.cat([layer.values for layer in cache.layers]),
-        )
-        return DenseAnswer(tuple(tokens), kv, torch.stack(logits))
+        keys, values = (torch.cat([getattr(layer, side) for layer in cache.layers]) for side in ("keys", "values"))
+        return DenseAnswer(tuple(tokens), KV(keys, values), torch.stack(logits))
 
     def compute(self, kv: KV, ids: Sequence[int], spans: Sequence[tuple[int, int]], keep: int) -> torch.Tensor:
         """Compute tokens ``[start, end)`` of all spans over the KV that is there, writing theirs into it.
@@ -104,15 +94,9 @@ class HFModel:
         at = at.to(self.device)
         unseen = torch.arange(kv.keys.shape[2], device=self.device)[None] > at[:, None]
         mask = torch.zeros(unseen.shape, device=self.device).masked_fill(unseen, torch.finfo(torch.float32).min)
-        out = self._model(
-            tokens,
-            past_key_values=ScatteredCache(kv, at),
-            position_ids=at[None],
-            attention_mask=mask[None, None],
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-        return out.logits[0]
+        where = {"position_ids": at[None], "attention_mask": mask[None, None]}
+        cache = ScatteredCache(kv, at)
+        return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep, **where).logits[0]
 
     def plain(self, kv: KV, start: int, end: int) -> KV:
         """A copy of tokens ``[start, end)`` with the rotation taken off their keys."""

@@ -24,7 +24,6 @@ from kvcomm_integrations.ids import tenant_salt
 
 TOKENS = 4
 """Length of answers, tokens."""
-ISOLATIONS = (Isolation.SESSION, Isolation.TENANT, Isolation.GLOBAL)
 
 
 @dataclass(frozen=True)
@@ -51,24 +50,18 @@ def advantage(right: Sequence[float], wrong: Sequence[float]) -> float:
     return sum(pairs) / len(pairs)
 
 
+@dataclass(frozen=True)
 class Attack:
-    """Victim and attacker on one engine.
+    """Victim and attacker on one engine that is configured with an isolation."""
 
-    Args:
-        engine: the engine they share.
-        isolation: how it is configured.
-    """
-
-    def __init__(self, engine: InProcessEngine, isolation: Isolation) -> None:
-        self.engine = engine
-        self._salted = isolation is not Isolation.GLOBAL
-        self._prompts = TeamPrompts(engine.tokenizer)
+    engine: InProcessEngine
+    isolation: Isolation
 
     def ask(self, tenant: str, agent: str, content: str) -> Answer:
         """One request of a tenant."""
-        salt = tenant_salt(tenant) if self._salted else None
-        prompt = self._prompts.write(agent, content, [])
-        return ask(self.engine, prompt, greedy(TOKENS), salt, agent=agent, tenant=tenant, session="s")
+        salt = None if self.isolation is Isolation.GLOBAL else tenant_salt(tenant)
+        prompt = TeamPrompts(self.engine.tokenizer).write(agent, content, [])
+        return ask(self.engine, prompt, greedy(TOKENS), agent, salt=salt, tenant=tenant, session="s")
 
     def guess(self, content: str, *, sent: bool) -> Answer:
         """What the attacker sees of a content on an engine that has seen nothing, or only the victim's request."""
@@ -78,7 +71,9 @@ class Attack:
         if sent:
             self.ask("victim", AGENTS[0], content)
             self.ask("victim", AGENTS[1], content)
-        return self.ask("attacker", AGENTS[1], content)
+        seen = self.ask("attacker", AGENTS[1], content)
+        assert seen.report.prompt_tokens, "without a report it cannot be told whether anything was reused"
+        return seen
 
 
 def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[str], seed: int, step: Step) -> Finding:
@@ -91,7 +86,7 @@ def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[st
             guesses[right].append(attack.guess(content, sent=right))
         step(f"{isolation}: content {number} of {len(contents)}", done=1)
     times = {right: [guess.ttft_ms for guess in found] for right, found in guesses.items()}
-    reused = {right: sum(map(_reused, found)) for right, found in guesses.items()}
+    reused = {right: sum(guess.report.exact + guess.report.loaded for guess in guesses[right]) for right in guesses}
     return Finding(
         isolation=isolation.value,
         guesses=len(contents),
@@ -103,37 +98,22 @@ def measure(engine: InProcessEngine, isolation: Isolation, contents: Sequence[st
     )
 
 
-def _reused(guess: Answer) -> int:
-    assert guess.report is not None
-    return guess.report.exact + guess.report.loaded
-
-
 def run_isolation(args: argparse.Namespace) -> int:
     """``kvcomm bench isolation``: a line per isolation. Exit status 1 if any but ``global`` gives something away."""
     contents = [problem.question for problem in generate_problems(args.guesses, seed=args.seed)]
     findings = []
-    with progress(total=len(ISOLATIONS) * len(contents)) as step:
-        for isolation in ISOLATIONS:
+    with progress(total=len(Isolation) * len(contents)) as step:
+        for isolation in Isolation:
             reuse = ReuseConfig(isolation=isolation, audit_rate=0.0, learn_rate=0.0)
             config = EngineConfig(model=args.model, max_model_len=2048, block_size=32, reuse=reuse)
             with closing(InProcessEngine(config)) as engine:
                 findings.append(measure(engine, isolation, contents, args.seed, step))
-    print_table(
-        Console(),
-        f"{len(contents)} contents, each guessed right and wrong",
-        ["isolation", "right, ms", "wrong, ms", "right is faster", "tokens reused", "same answers"],
-        (
-            (
-                f.isolation,
-                f"{f.right_ms:.0f}",
-                f"{f.wrong_ms:.0f}",
-                f"{f.advantage:.2f}",
-                f"{f.reused_right:+d}",
-                "yes" if f.answers_equal else "no",
-            )
-            for f in findings
-        ),
-    )
+    headings = ("isolation", "right, ms", "wrong, ms", "right is faster", "tokens reused", "same answers")
+    rows = []
+    for f in findings:
+        times, same = (f"{f.right_ms:.0f}", f"{f.wrong_ms:.0f}"), "yes" if f.answers_equal else "no"
+        rows.append((f.isolation, *times, f"{f.advantage:.2f}", f"{f.reused_right:+d}", same))
+    print_table(Console(), f"{len(contents)} contents, each guessed right and wrong", headings, rows)
     save_json(args, [asdict(finding) for finding in findings])
-    kept = [finding for finding in findings if finding.isolation != Isolation.GLOBAL]
-    return int(any(finding.reused_right or not finding.answers_equal for finding in kept))
+    leaks = {finding.isolation for finding in findings if finding.reused_right or not finding.answers_equal}
+    return int(bool(leaks - {Isolation.GLOBAL.value}))

@@ -2,13 +2,18 @@
 
 Bytes are those that must move at least (what is read once and what is written once), operations those of the matrix
 products. Shares are of the rates that a plain copy and a square product reach on the same machine in the same run.
+
+And how much memory does what has been learned take, where every edge of fully connected agents has seen 20 contents of
+4,096 tokens, as in the paper? One edge is taught and measured; the rest is arithmetic: anchors keep all tokens of all
+contents, so their bytes per token are measured and multiplied; a ridge map does not grow.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +22,28 @@ from transformers import AutoConfig, AutoModel
 
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.harness import print_table, progress, save_json
-from kvcomm_integrations.bench.memory import AGENTS, EXAMPLES, TOKENS, StateSize, state_sizes
 from kvcomm_integrations.bench.peak_rates import Machine, measure_machine, milliseconds
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
+from kvcomm_integrations.reuse.policies import create_policy
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
 
 SIZES = (350, 3000)
 """Lengths of the loaded content, tokens."""
-BLOCK = 128
-START = 77
-"""Position of the content in its prompt: not at a block's border."""
+BLOCK, START = 128, 77
+"""Tokens of a block, and the content's position in its prompt: not at a block's border."""
 TAUGHT = 4
 LIMIT = 0.03
 """Most that load, correction, rotation and write together may take of the dense prefill they replace."""
 EDGE = Edge("a", "b", "text")
+AGENTS, EXAMPLES, TOKENS = 4, 20, 4096
+EDGES = (AGENTS - 1) + AGENTS * (AGENTS - 1) // 2
+"""The question to all but the first agent, every answer to all later agents."""
+TAUGHT_TOKENS = (48, 96)
+"""Lengths of the contents that are really learned: state that grows with length shows in the difference."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +57,13 @@ class Cost:
     flops: int = 0
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """A load against the dense prefill of the same tokens."""
-
-    tokens: int
-    load_ms: float
-    prefill_ms: float
-    share: float
-    """Time of the load in units of the prefill."""
-
-
-class Shape:
+def shape_of(config: Any) -> tuple[int, int, int]:
     """Layers, KV heads and channels of a head of a model's cache."""
-
-    def __init__(self, config: Any) -> None:
-        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, config.num_key_value_heads, dim
 
 
-class Bench(Shape):
+class Bench:
     """The worker's tensors for a model's shape, filled with random numbers.
 
     Args:
@@ -77,7 +73,7 @@ class Bench(Shape):
     """
 
     def __init__(self, config: Any, tokens: int, repeats: int) -> None:
-        super().__init__(config)
+        self.layers, self.heads, self.dim = shape_of(config)
         self.tokens, self.repeats = tokens, repeats
         self.rope = Rope.from_hf_config(config)
         self.blocks = tuple(range(2, 2 + -(-(START + tokens) // BLOCK)))
@@ -139,17 +135,40 @@ class Bench(Shape):
         self.ridge.prepare(EDGE)
 
 
-def prefill_ms(model: Any, tokens: int, repeats: int) -> float:
-    """Milliseconds of a dense prefill of so many tokens, without the output layer.
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of what one policy has learned."""
 
-    Args:
-        model: a transformers model without a head.
-        tokens: length of the prompt.
-        repeats: runs; the median counts.
-    """
-    ids = torch.randint(0, model.config.vocab_size, (1, tokens))
-    with torch.inference_mode():
-        return milliseconds(lambda: model(ids, use_cache=True), repeats)
+    policy: str
+    measured: tuple[int, ...]
+    """Of one edge, for contents of each of ``TAUGHT_TOKENS``."""
+    edge: int
+    """Of one edge in the paper's set-up."""
+    team: int
+    """Of all edges of the team."""
+
+
+def state_sizes(
+    layers: int, heads: int, dim: int, policies: Sequence[str] = ("ridge", "kvcomm", "kvcmas")
+) -> list[StateSize]:
+    """Measure policies on random float32 KV of a model's shape: layers, KV heads and channels of a head."""
+    sizes = []
+    for name in policies:
+        few, many = (_taught(name, torch.randn(2, layers, heads, tokens, dim)) for tokens in TAUGHT_TOKENS)
+        short, long = TAUGHT_TOKENS
+        edge = few + (many - few) * (TOKENS - short) // (long - short)
+        sizes.append(StateSize(name, (few, many), edge, edge * EDGES))
+    return sizes
+
+
+def _taught(name: str, pair: torch.Tensor) -> int:
+    """Bytes of an edge after ``EXAMPLES`` examples of the same keys and values (2, layers, heads, tokens, dim)."""
+    policy = create_policy(name, max_bytes=1 << 40)
+    kv = KV(*pair)
+    for _ in range(EXAMPLES):
+        policy.observe(EDGE, kv, KV(kv.keys * 1.1, kv.values))
+    policy.prepare(EDGE)
+    return policy.state_bytes(EDGE)
 
 
 def run_micro(args: argparse.Namespace) -> int:
@@ -157,7 +176,7 @@ def run_micro(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     costs: list[Cost] = []
-    replaced: list[Replaced] = []
+    replaced: list[dict[str, float]] = []
     with progress("measuring the machine") as step:
         machine = measure_machine(args.repeats)
         if not args.no_prefill:
@@ -169,29 +188,29 @@ def run_micro(args: argparse.Namespace) -> int:
             if not args.no_prefill:
                 step(f"{tokens:,} tokens: dense prefill")
                 load = next(cost.ms for cost in found if cost.step.startswith("load"))
-                dense = prefill_ms(model, tokens, min(args.repeats, 3))
-                replaced.append(Replaced(tokens, load, dense, load / dense))
+                ids = torch.randint(0, config.vocab_size, (1, tokens))
+                with torch.inference_mode():
+                    dense = milliseconds(partial(model, ids, use_cache=True), min(args.repeats, 3))
+                replaced.append({"tokens": tokens, "load_ms": load, "prefill_ms": dense, "share": load / dense})
         step("admission, and memory of what is learned")
-        admission, shape = dict(admission_steps(args.repeats)), Shape(config)
-        sizes = state_sizes(shape.layers, shape.heads, shape.dim)
+        admission, sizes = dict(admission_steps(args.repeats)), state_sizes(*shape_of(config))
     console = Console(width=120)
     _show_costs(console, machine, costs)
     for line in replaced:
         console.print(
-            f"{line.tokens:,} tokens: load {line.load_ms:.1f} ms, dense prefill {line.prefill_ms:,.0f} ms: "
-            f"{line.share:.2%} (at most {LIMIT:.0%} wanted)"
+            f"{line['tokens']:,} tokens: load {line['load_ms']:.1f} ms, dense prefill {line['prefill_ms']:,.0f} ms: "
+            f"{line['share']:.2%} (at most {LIMIT:.0%} wanted)"
         )
     for name, ms in admission.items():
         console.print(f"{name}: {ms:.3f} ms")
-    _show_sizes(console, sizes)
-    result = {
-        "machine": asdict(machine),
-        "steps": [asdict(cost) for cost in costs],
-        "replaced": [asdict(line) for line in replaced],
-        "admission_ms": admission,
-        "state": [asdict(size) for size in sizes],
-    }
-    save_json(args, result)
+    anchors = next(size.team for size in sizes if size.policy == "kvcomm")
+    for size in sizes:
+        console.print(
+            f"state of {size.policy}, {AGENTS} agents, {EXAMPLES} examples of {TOKENS:,} tokens: "
+            f"{size.team / 1e9:.3f} GB ({size.edge / 1e6:,.1f} MB an edge), 1/{anchors / size.team:.0f} of full anchors"
+        )
+    figures = {"machine": asdict(machine), "steps": list(map(asdict, costs)), "replaced": replaced}
+    save_json(args, figures | {"admission_ms": admission, "state": list(map(asdict, sizes))})
     return 0
 
 
@@ -204,28 +223,9 @@ def _show_costs(console: Console, machine: Machine, costs: list[Cost]) -> None:
     def share(amount: int, ms: float, rate: float) -> tuple[str, str]:
         return (f"{amount / 1e6:,.0f}", f"{amount / ms / 1e6 / rate:.0%}") if amount else ("", "")
 
-    print_table(
-        console,
-        "Steps of a reuse (medians)",
-        ["step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate"],
-        (
-            [
-                cost.step,
-                f"{cost.tokens:,}",
-                f"{cost.ms:.2f}",
-                *share(cost.bytes, cost.ms, machine.copy_gbps),
-                *share(cost.flops, cost.ms, machine.gemm_gflops),
-            ]
-            for cost in costs
-        ),
-        left=["step"],
-    )
-
-
-def _show_sizes(console: Console, sizes: list[StateSize]) -> None:
-    anchors = next(size.team for size in sizes if size.policy == "kvcomm")
-    for size in sizes:
-        console.print(
-            f"state of {size.policy}, {AGENTS} agents, {EXAMPLES} examples of {TOKENS:,} tokens: "
-            f"{size.team / 1e9:.3f} GB ({size.edge / 1e6:,.1f} MB an edge), 1/{anchors / size.team:.0f} of full anchors"
-        )
+    headings = ("step", "tokens", "ms", "MB", "of the copy rate", "MFLOP", "of the product rate")
+    rows = []
+    for cost in costs:
+        moved, done = share(cost.bytes, cost.ms, machine.copy_gbps), share(cost.flops, cost.ms, machine.gemm_gflops)
+        rows.append((cost.step, f"{cost.tokens:,}", f"{cost.ms:.2f}", *moved, *done))
+    print_table(console, "Steps of a reuse (medians)", headings, rows, left=["step"])

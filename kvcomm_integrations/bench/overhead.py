@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from statistics import median
@@ -83,31 +82,19 @@ def _ask(engine: InProcessEngine, team: PaperTeam, question: int, tokens: int) -
     [agent] = team.names
     prompt = team.write(agent, team.question(question), {})
     sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0, ignore_eos=True)
-    names = {"session": f"overhead-{question}", "response_name": f"agent:{agent}:response"}
-    return ask(engine, prompt, sampling, agent=agent, **names)
+    return ask(engine, prompt, sampling, agent, shared=True, session=f"overhead-{question}")
 
 
 def _show(paces: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
+    def cells(name: str, figure: str) -> tuple[str, str]:
+        mine, plain = paces[name][figure], paces[PLAIN][figure]
+        return f"{median(mine):.1f}", f"{median(a / b for a, b in zip(mine, plain, strict=True)):.3f}"
+
     console = Console(width=120)
-    print_table(
-        console,
-        f"Prompts of {args.prefix + args.input} tokens; {args.together} answers of {args.output} at once",
-        ["engine", "TTFT ms", "of plain", "tokens/s", "of plain"],
-        (
-            [name]
-            + [
-                cell
-                for figure, samples in pace.items()
-                for cell in (f"{median(samples):.1f}", f"{_ratio(samples, paces[PLAIN][figure]):.3f}")
-            ]
-            for name, pace in paces.items()
-        ),
-        left=["engine"],
-    )
+    title = f"Prompts of {args.prefix + args.input} tokens; {args.together} answers of {args.output} at once"
+    headings = ("engine", "TTFT ms", "of plain", "tokens/s", "of plain")
+    rows = [(name, *cells(name, "ttft_ms"), *cells(name, "tokens_per_s")) for name in paces]
+    print_table(console, title, headings, rows, left=["engine"])
     console.print(
         f"Medians; of plain: median of the ratios, round by round. Within {LIMIT:.0%} is wanted with reuse off."
     )
-
-
-def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    return median(a / b for a, b in zip(mine, theirs, strict=True))

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-COPY_FLOATS = 32 << 20
-"""Size of the copy, float32 numbers: far beyond any cache."""
-PRODUCT_SIZE = 2048
+COPY_FLOATS, PRODUCT_SIZE = 32 << 20, 2048
+"""Float32 numbers copied, far more than any cache holds; rows and columns of the product."""
 
 
 @dataclass(frozen=True)

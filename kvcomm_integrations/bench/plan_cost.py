@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -37,20 +36,15 @@ BUDGET_MS = 10.0
 SESSION = "bench"
 
 
-@dataclass
-class Stopwatch:
+class Stopwatch(dict[str, float]):
     """Milliseconds per stage of one prompt."""
 
-    ms: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def time(self, stage: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
+    def time(self, stage: str, work: Callable[..., Any], *args: Any) -> Any:
+        """Do some work and add the time it takes to a stage."""
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.ms[stage] = self.ms.get(stage, 0.0) + 1e3 * (time.perf_counter() - started)
+        result = work(*args)
+        self[stage] = self.get(stage, 0.0) + 1e3 * (time.perf_counter() - started)
+        return result
 
 
 class TimedBuilder(PromptBuilder):
@@ -61,14 +55,8 @@ class TimedBuilder(PromptBuilder):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         for name, stage in METHODS.items():
-            setattr(self, name, self._timed(getattr(self, name), stage))
-
-    def _timed(self, work: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            with self.watch.time(stage):
-                return work(*args)
-
-        return timed
+            work = getattr(self, name)
+            setattr(self, name, lambda *a, stage=stage, work=work: self.watch.time(stage, work, *a))
 
 
 @dataclass(frozen=True)
@@ -91,8 +79,7 @@ def measure(tokenizer: ChatTokenizer, *, tokens: int, contents: int, repeats: in
     """Time planning of a prompt of about ``tokens`` tokens.
 
     Args:
-        tokenizer: the model's.
-        tokens: length of the prompt.
+        tokenizer, tokens: the model's, and the length of the prompt.
         contents: contents the session knows; the prompt holds as many of them as fit.
         repeats: times each prompt is planned, with new contents; the median counts.
 
@@ -102,7 +89,7 @@ def measure(tokenizer: ChatTokenizer, *, tokens: int, contents: int, repeats: in
     texts = [problem.question for problem in generate_problems((contents + 2) * (repeats + 1))]
     batches = [texts[start : start + contents + 2] for start in range(0, len(texts), contents + 2)]
     count = _as_many_as_fit(tokenizer, batches.pop()[:contents], tokens)
-    times: dict[str, list[dict[str, float]]] = {"Ada": [], "Ben": []}
+    times: dict[str, list[Stopwatch]] = {"Ada": [], "Ben": []}
     for *known, one, other in batches:
         registry = ContentRegistry()
         for n, text in enumerate(known):
@@ -110,7 +97,7 @@ def measure(tokenizer: ChatTokenizer, *, tokens: int, contents: int, repeats: in
         builder = TimedBuilder(tokenizer, registry)
         for agent, question in (("Ada", one), ("Ben", other)):
             built = _plan(builder, conversation(known[:count], agent, question), agent)
-            times[agent].append(builder.watch.ms)
+            times[agent].append(builder.watch)
     first, later = ({stage: median(ms[stage] for ms in found) for stage in STAGES} for found in times.values())
     return Planning(len(built.prompt.token_ids), len(built.placeholders), first, later)
 
@@ -127,12 +114,15 @@ def _as_many_as_fit(tokenizer: ChatTokenizer, known: Sequence[str], tokens: int)
 
 def _plan(builder: TimedBuilder, messages: Sequence[BaseMessage], agent: str) -> BuiltPrompt:
     watch = builder.watch = Stopwatch()
-    with watch.time("total"):
-        with watch.time("conversion"):
-            chat = to_chat_messages(messages)
+
+    def plan() -> BuiltPrompt:
+        chat = watch.time("conversion", to_chat_messages, messages)
         built = builder.build(chat, session=SESSION, agent=agent)
         built.prompt.params(agent=agent, session=SESSION)
-    watch.ms["rendering"] -= watch.ms["matching"]  # the builder looks for contents while it renders
+        return built
+
+    built = watch.time("total", plan)
+    watch["rendering"] -= watch["matching"]  # the builder looks for contents while it renders
     return built
 
 
@@ -144,34 +134,23 @@ def run_plan_cost(args: argparse.Namespace) -> int:
     """
     tokenizer = ChatTokenizer.from_pretrained(args.model)
     results = []
-    sizes = args.tokens or SIZES
-    with progress("reading the tokenizer", total=len(sizes)) as step:
-        for tokens in sizes:
+    with progress("reading the tokenizer") as step:
+        for tokens in args.tokens or SIZES:
             step(f"planning prompts of {tokens:,} tokens")
             results.append(measure(tokenizer, tokens=tokens, contents=args.contents, repeats=args.repeats))
-            step(f"planning prompts of {tokens:,} tokens", done=1)
-    _show(results)
-    save_json(args, [asdict(result) for result in results])
-    return 0
-
-
-def _show(results: Sequence[Planning]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    print_table(
-        console,
-        "Planning a prompt, milliseconds (medians)",
-        ["prompt tokens", "placeholders", "prompt", *STAGES],
-        (
-            [f"{result.prompt_tokens:,}", str(result.placeholders), kind]
-            + [f"{getattr(result, kind)[stage]:.2f}" for stage in STAGES]
-            for result in results
-            for kind in ("first", "next")
-        ),
-        left=["prompt"],
+    rows = (
+        (f"{r.prompt_tokens:,}", str(r.placeholders), kind, *(f"{getattr(r, kind)[stage]:.2f}" for stage in STAGES))
+        for r in results
+        for kind in ("first", "next")
     )
+    headings = ("prompt tokens", "placeholders", "prompt", *STAGES)
+    print_table(console, "Planning a prompt, milliseconds (medians)", headings, rows, left=["prompt"])
     console.print(
         "first: the first prompt that holds these contents. next: another agent's prompt over the "
         f"same conversation.\nThe aim is {BUDGET_MS:g} ms for {SIZES[-1]:,} tokens with 200 known contents."
     )
+    save_json(args, [asdict(result) for result in results])
+    return 0

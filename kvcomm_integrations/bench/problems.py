@@ -1,6 +1,7 @@
 """Questions and documents for measurements: made up from templates, the same for the same seed.
 
 The word problems have the form of GSM8K (two to five steps of arithmetic, a whole number as answer) but are our own.
+Texts and templates are in ``word_problems.toml`` and ``documents.toml``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,63 @@ from __future__ import annotations
 import json
 import random
 import re
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from kvcomm_integrations.bench.word_problems import NAMES, TEMPLATES, Problem, Template
 from kvcomm_integrations.errors import ConfigurationError
 
 TOKENS_PER_WORD = 1.335
 """Of the documents below under SmolLM2's tokenizer, punctuation and line breaks included; other tokenizers are near."""
+SLOT = re.compile(r"\{(?P<slot>[a-z]+)\}")
+
+
+def _data(name: str) -> dict[str, Any]:
+    return tomllib.loads((files(__package__) / name).read_text(encoding="utf-8"))
+
+
+WORD_PROBLEMS, DOCUMENTS = _data("word_problems.toml"), _data("documents.toml")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem and the whole number that answers it."""
+
+    question: str
+    answer: int
+
+
+class Template:
+    """A kind of word problem, from its table in ``word_problems.toml``."""
+
+    def __init__(self, *, name: str, draws: dict[str, str], question: str, answer: str, valid: str = "True") -> None:
+        self.name = name
+        self._question = question
+        self._draws = [(names.split(), compile(source, name, "eval")) for names, source in draws.items()]
+        self._answer, self._valid = (compile(source, name, "eval") for source in (answer, valid))
+
+    def __call__(self, rng: random.Random) -> Problem:
+        """A problem of this kind."""
+        known: dict[str, Any] = {"__builtins__": {}, "to": _to, **WORD_PROBLEMS["words"]}
+        for names, source in self._draws:
+            found = eval(source, known)
+            if isinstance(found, int):
+                drawn = [found]
+            else:
+                drawn = rng.sample(found, len(names)) if len(names) > 1 else [rng.choice(found)]
+            known.update(zip(names, drawn, strict=True))
+        if not eval(self._valid, known):
+            return self(rng)
+        return Problem(self._question.format_map(known), eval(self._answer, known))
+
+
+def _to(low: int, high: int, step: int = 1) -> range:
+    return range(low, high + 1, step)
+
+
+TEMPLATES = tuple(Template(**table) for table in WORD_PROBLEMS["problems"])
 
 
 def generate_problems(n: int, seed: int = 0) -> list[Problem]:
@@ -26,17 +77,14 @@ def generate_problems(n: int, seed: int = 0) -> list[Problem]:
     if n < 0:
         raise ConfigurationError(f"cannot generate {n} problems; ask for 0 or more")
     rng = random.Random(f"problems-{seed}")
-    problems: list[Problem] = []
-    seen: set[str] = set()
+    problems: dict[str, Problem] = {}
     deck: list[Template] = []
     while len(problems) < n:
         if not deck:
             deck = rng.sample(TEMPLATES, len(TEMPLATES))
         problem = deck.pop()(rng)
-        if problem.question not in seen:
-            seen.add(problem.question)
-            problems.append(problem)
-    return problems
+        problems.setdefault(problem.question, problem)
+    return list(problems.values())
 
 
 def load_questions(path: str | Path) -> list[str]:
@@ -74,9 +122,6 @@ def _question(line: str, where: str) -> str:
     return question
 
 
-# --- documents -------------------------------------------------------------------------------------------------------
-
-
 def generate_documents(n: int, seed: int = 0, min_tokens: int = 500, max_tokens: int = 900) -> list[str]:
     """``n`` different reports in plain prose, each of about ``min_tokens`` to ``max_tokens`` tokens.
 
@@ -97,103 +142,14 @@ def generate_documents(n: int, seed: int = 0, min_tokens: int = 500, max_tokens:
     return [_document(rng, round(rng.uniform(min_tokens, max_tokens) / TOKENS_PER_WORD)) for _ in range(n)]
 
 
-SLOTS: dict[str, tuple[str, ...]] = {
-    "place": (
-        "Aldermoor", "Brackwater", "Cinderford", "Dunmarsh", "Eastholm", "Fenwick Bay", "Grayling", "Hollowmere",
-        "Irongate", "Juniper Falls", "Kestrel Point", "Lindenau", "Marrow Hill", "Northreach", "Oakhaven", "Pellworth",
-    ),
-    "name": NAMES,
-    "group": (
-        "the harbor office", "the town council", "a team of surveyors", "the water board", "the local museum",
-        "the railway company", "the school of engineering", "a group of volunteers", "the county library",
-        "the forest service", "the fishing cooperative", "the regional hospital", "the weather station",
-        "the power company",
-    ),
-    "work": (
-        "the old bridge", "the northern reservoir", "the tram line", "the covered market", "the sea wall",
-        "the public archive", "the mountain road", "the botanical garden", "the lighthouse", "the grain store",
-        "the canal lock", "the observatory", "the bus depot", "the sports hall", "the wind farm", "the fish ladder",
-    ),
-    "done": (
-        "repaired", "measured", "extended", "inspected", "repainted", "closed for the winter", "insured",
-        "handed over to the public", "photographed from the air", "connected to the grid", "moved to a new site",
-        "listed as a monument",
-    ),
-    "cause": (
-        "heavy rain in the spring", "a shortage of skilled workers", "a generous gift from a former resident",
-        "the rising price of steel", "a change in the law", "a row of mild winters", "an unusually dry summer",
-        "the success of a smaller trial", "an error in the original drawings", "a late delivery of parts",
-        "the growing number of visitors", "a petition by the neighbors",
-    ),
-    "result": (
-        "the costs stayed below the estimate", "the work took longer than planned", "traffic fell by a third",
-        "fewer accidents were reported", "more families moved into the area", "the noise at night almost ceased",
-        "the water became clearer", "most of the shops stayed open", "the budget had to be revised twice",
-        "repairs were needed less often", "tickets sold out within hours", "two nearby towns asked for advice",
-    ),
-    "opinion": (
-        "called it a sensible first step", "warned against celebrating too early", "asked for a second opinion",
-        "praised the patience of the residents", "would have preferred a cheaper design",
-        "promised a full report by autumn", "compared it with a similar project abroad",
-        "doubted that the figures could be repeated", "recommended a trial of twelve months",
-        "was surprised by how little had changed",
-    ),
-    "role": (
-        "the engineer", "the mayor", "a biologist", "an accountant", "a historian", "a retired teacher",
-        "the ferry captain", "a nurse", "the architect", "a student of law", "the gardener",
-    ),
-    "unit": (
-        "tons of gravel", "meters of cable", "seedlings", "letters", "hours of work", "square meters of roof",
-        "photographs", "liters of paint",
-    ),
-    "month": (
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-        "December",
-    ),
-    "opener": (
-        "In the meantime", "At first", "To everyone's surprise", "According to the minutes", "Not long afterwards",
-        "For the second year running", "On closer inspection", "As so often", "Without much notice",
-    ),
-}  # fmt: skip
-"""What a slot of a sentence may be filled with."""
-NUMBERS = {"year": (1931, 2024), "few": (2, 48), "many": (60, 9800)}
-"""The range of a slot that is filled with a number."""
-SLOT = re.compile(r"\{(?P<slot>[a-z]+)\}")
-
-SENTENCES = (
-    "In {month} {year}, {group} announced that {work} in {place} would be {done}.",
-    "Until {year}, {work} belonged to {group}, which had it {done} every {few} years.",
-    "{opener}, {work} was {done}, and by {month} {result}.",
-    "Because of {cause}, {result}, although {result}.",
-    "{opener}, {cause} forced {group} to spend the money set aside for {work}.",
-    "Nobody had expected that {cause} would matter so much, but within {few} months {result}.",
-    "{name}, {role} from {place}, {opinion} and {opinion}.",
-    '"We began with {many} {unit} and ended with {many}," said {name}, {role} in charge of {work}.',
-    "{role} {opinion}, while {group} {opinion}.",
-    "{opener}, {group} used {many} {unit} for {work}, which is {few} per cent more than in {place}.",
-    "A count in {month} found {many} {unit}; the one before it, made in {year}, had found {many}.",
-    "Of the {many} visitors asked near {work}, most were content, {few} were not, and {name} {opinion}.",
-    "While {work} was {done} within {few} weeks, {work} had to wait, and {result}.",
-    "Unlike {place}, where {result}, {place} decided that {work} should not be {done}.",
-    "Whether {cause} alone explains why {result} is a question that {group} has left open.",
-    "The report of {year} blamed {cause}; {name} and {name} of {group} believe that it was {cause}.",
-    "From {month} on, {name} and {few} colleagues will look after {work}, provided that {group} pays for it.",
-    "If {work} is {done} as planned, {place} will need {many} {unit} less every year.",
-    "A footnote adds that {group} once lent {many} {unit} to {place} and never saw them again.",
-    "{opener}, {name} showed the drawings to {group}, and {role} {opinion}.",
-)
-
-
 def _sentence(rng: random.Random) -> str:
     """One sentence; a slot that occurs twice in it is filled with two different things."""
-    pattern = rng.choice(SENTENCES)
-    hands = {slot: iter(rng.sample(values, 2)) for slot, values in SLOTS.items() if f"{{{slot}" in pattern}
+    pattern = rng.choice(DOCUMENTS["sentences"])
+    hands = {slot: iter(rng.sample(words, 2)) for slot, words in DOCUMENTS["slots"].items() if f"{{{slot}" in pattern}
 
     def fill(match: re.Match[str]) -> str:
-        slot = match["slot"]
-        if slot in NUMBERS:
-            return str(rng.randint(*NUMBERS[slot]))
-        return next(hands[slot])
+        bounds = DOCUMENTS["numbers"].get(match["slot"])
+        return str(rng.randint(*bounds)) if bounds else next(hands[match["slot"]])
 
     text = SLOT.sub(fill, pattern)
     return text[0].upper() + text[1:]
@@ -201,7 +157,8 @@ def _sentence(rng: random.Random) -> str:
 
 def _document(rng: random.Random, words: int) -> str:
     """Prose of ``words`` words to within half a sentence, in paragraphs of four to seven sentences."""
-    title = f"Report on {rng.choice(SLOTS['work'])} of {rng.choice(SLOTS['place'])}"
+    slots = DOCUMENTS["slots"]
+    title = f"Report on {rng.choice(slots['work'])} of {rng.choice(slots['place'])}"
     count, seen = len(title.split()), set[str]()
     paragraphs: list[list[str]] = []
     room = 0

@@ -51,29 +51,20 @@ class _ChatPrompts:
 
         placeholder("user_question", question)
         for agent, answer in answers.items():
-            ids.extend(self._template(f"\n\nThe {agent} says:\n"))
+            ids.extend(self._tokenizer.encode_whole(f"\n\nThe {agent} says:\n"))
             placeholder(f"agent:{agent}:response", answer)
-        ids.extend(self._template(self._tail))
+        ids.extend(self._tokenizer.encode_whole(self._tail))
         return SegmentedPrompt(tuple(ids), tuple(segments))
-
-    def _template(self, text: str) -> Ids:
-        return tuple(self._tokenizer.encode(text, allow_special=True))
-
-    def _plain(self, text: str) -> Ids:
-        return tuple(self._tokenizer.encode(text, allow_special=False))
 
 
 class TeamPrompts(_ChatPrompts):
-    """Prompts made from a model's own chat template.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """Prompts made from a model's own chat template, as long as their text is."""
 
     def write(self, agent: str, content: str, turns: Sequence[Turn]) -> SegmentedPrompt:
         """One agent's prompt: its role, the question, and what the others said."""
-        start = self._template(self._head + ROLES[agent] + self._middle)
-        return self._write(start, self._plain(content), {turn.agent: turn.content for turn in turns}, fixed=False)
+        start = self._tokenizer.encode_whole(self._head + ROLES[agent] + self._middle)
+        answers = {turn.agent: turn.content for turn in turns}
+        return self._write(start, self._tokenizer.encode_plain(content), answers, fixed=False)
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,9 @@ class Sizes:
     prefix: int = 512
     input: int = 1024
     output: int = 512
+
+    def __str__(self) -> str:
+        return f"{self.prefix}/{self.input}/{self.output}"
 
     def longest(self, agents: int) -> int:
         """Most tokens of a prompt, and its answer, of a team of so many."""
@@ -109,11 +103,8 @@ class PaperTeam(_ChatPrompts):
         self.names = AGENTS[:agents]
         self.sizes = sizes
         self._seed = seed
-        guides = _documents(agents, seed + 1, sizes.prefix)
-        self._prefixes = {
-            name: self._prefix(f"{ROLES[name]}\n\nHouse rules:\n{guide}")
-            for name, guide in zip(self.names, guides, strict=True)
-        }
+        guides = zip(self.names, _documents(agents, seed + 1, sizes.prefix), strict=True)
+        self._prefixes = {name: self._prefix(f"{ROLES[name]}\n\nHouse rules:\n{guide}") for name, guide in guides}
 
     def question(self, number: int) -> Ids:
         """The question of a round, cut to its length."""
@@ -133,7 +124,7 @@ class PaperTeam(_ChatPrompts):
         return SamplingOptions(max_tokens=count, min_tokens=count, temperature=0.7, seed=seed, ignore_eos=True)
 
     def _prefix(self, text: str) -> Ids:
-        head, middle = self._template(self._head), self._template(self._middle)
+        head, middle = map(self._tokenizer.encode_whole, (self._head, self._middle))
         room = self.sizes.prefix - len(head) - len(middle)
         if room < 1:
             least = len(head) + len(middle) + 1
@@ -141,7 +132,7 @@ class PaperTeam(_ChatPrompts):
         return (*head, *self._cut(text, room), *middle)
 
     def _cut(self, text: str, size: int) -> Ids:
-        ids = self._plain(text)
+        ids = self._tokenizer.encode_plain(text)
         if len(ids) < size:
             raise ConfigurationError(f"a text of {len(ids)} tokens cannot be cut to {size}")
         return ids[:size]

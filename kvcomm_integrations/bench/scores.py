@@ -20,8 +20,9 @@ from kvcomm_integrations.reuse.policies import create_policy
 
 DEFAULT_POLICIES = ("ridge", "kvcomm", "kvcmas", "aligned", "full_share", "cacheblend")
 
-Ask = Callable[[str, str, Sequence[Turn], int, bool], Turn]
-"""Agent, content, what was said about it before, the content's number, whether to learn from it: the agent's turn."""
+Ask = Callable[..., Turn]
+"""``ask(agent, content, turns, number=..., teach=...)``: the agent's turn after those before it about a content, which
+has a number, and is to be learned from or measured on."""
 
 
 @dataclass
@@ -77,11 +78,9 @@ def chosen_contents(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     Raises:
         ConfigurationError: too few questions in the file.
     """
+    taught = _contents(args.contents, args.questions, args.warmup, args.seed)
     kind = args.measure_contents or args.contents
-    return (
-        _contents(args.contents, args.questions, args.warmup, args.seed),
-        _contents(kind, args.questions, args.measure, args.seed + 1, args.warmup),
-    )
+    return taught, _contents(kind, args.questions, args.measure, args.seed + 1, args.warmup)
 
 
 def _contents(kind: str, file: Path | None, count: int, seed: int, skip: int = 0) -> list[str]:
@@ -110,7 +109,7 @@ def rounds(
         turns: list[Turn] = []
         for agent in agents:
             step(text)
-            turns.append(ask(agent, content, turns, number, teach))
+            turns.append(ask(agent, content, turns, number=number, teach=teach))
             step(text, done=1)
         yield number, teach
 
@@ -131,13 +130,9 @@ def save(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 def show_scores(result: dict[str, Any], columns: Sequence[str], console: Console) -> None:
     """Print one row per policy."""
-    print_table(
-        console,
-        "Distance from dense (KL in nats, full vocabulary)",
-        ["policy", *(column.replace("_", " ") for column in columns)],
-        ([name, *(_number(score.get(column)) for column in columns)] for name, score in result["policies"].items()),
-        left=["policy"],
-    )
+    headings = ["policy", *(column.replace("_", " ") for column in columns)]
+    rows = ([name, *(_number(score.get(column)) for column in columns)] for name, score in result["policies"].items())
+    print_table(console, "Distance from dense (KL in nats, full vocabulary)", headings, rows, left=["policy"])
 
 
 def _number(value: float | None) -> str:

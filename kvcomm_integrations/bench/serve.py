@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.wire import Mode
 
-GRAPHS = {
-    "full": lambda place: range(place),
+GRAPHS: dict[str, Callable[[int], range]] = {
+    "full": range,
     "chain": lambda place: range(max(0, place - 1), place),
     "star": lambda place: range(min(place, 1)),
 }
@@ -71,21 +71,15 @@ def summary(requests: Sequence[Served], seconds: float) -> dict[str, float]:
     return result
 
 
+@dataclass(frozen=True)
 class ServeBench:
-    """Sessions of one team on one engine.
+    """Sessions of one team on one engine, with one of ``GRAPHS``."""
 
-    Args:
-        engine: the engine to load.
-        team: whose prompts are sent.
-        graph: one of ``GRAPHS``.
-        audits: sessions to learn from are audited.
-    """
-
-    def __init__(self, engine: InProcessEngine, team: PaperTeam, graph: str, *, audits: bool = False) -> None:
-        self.audits = audits
-        self.engine = engine
-        self.team = team
-        self.graph = graph
+    engine: InProcessEngine
+    team: PaperTeam
+    graph: str
+    audits: bool
+    """Sessions to learn from are audited."""
 
     def session(self, number: int, mode: Mode) -> list[Served]:
         """One pass of a team over a question of its own."""
@@ -95,22 +89,14 @@ class ServeBench:
         for place, agent in enumerate(self.team.names):
             known = {self.team.names[other]: answers[other] for other in heard(self.graph, place)}
             prompt = self.team.write(agent, question, known)
-            audited = {"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0}
+            sampling = self.team.answering(agent, number)
+            how: dict[str, Any] = {"session": f"{mode}-{number}"}
+            if mode is Mode.OBSERVE and self.audits:
+                how |= {"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0}
             started = time.monotonic()
-            answer = ask(
-                self.engine,
-                prompt,
-                self.team.answering(agent, number),
-                salt=mode.value,
-                agent=agent,
-                session=f"{mode}-{number}",
-                response_name=f"agent:{agent}:response",
-                mode=mode,
-                **(audited if mode is Mode.OBSERVE and self.audits else {}),
-            )
+            answer = ask(self.engine, prompt, sampling, agent, shared=True, salt=mode.value, mode=mode, **how)
             stall = max((after - before for before, after in pairwise(answer.stamps)), default=0.0)
-            report = answer.report
-            hold = (report.load_ms + report.repair_ms) / 1e3 if report is not None else 0.0
+            hold = (answer.report.load_ms + answer.report.repair_ms) / 1e3
             served.append(Served(answer.stamps[0] - started, answer.stamps[-1] - started, stall, hold))
             answers.append(answer.tokens)
         return served
@@ -167,17 +153,14 @@ def run_serve(args: argparse.Namespace) -> int:
 def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     loop = "closed loop" if args.rate is None else f"{args.rate:g} sessions a second"
     console = Console(width=140)
-    print_table(
-        console,
-        f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens",
-        [column.removesuffix("_ms") for column in ("sessions", "way", *COLUMNS)],
-        (
-            [str(line["concurrency"]), way]
-            + [f"{line[mode][column]:,.{2 if 'per_s' in column else 0}f}" for column in COLUMNS]
-            for line in results
-            for mode, way in ((Mode.DENSE, "dense"), (Mode.AUTO, "reuse"))
-        ),
-    )
+    title = f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens"
+    headings = [column.removesuffix("_ms") for column in ("sessions", "way", *COLUMNS)]
+    rows = [
+        (str(line["concurrency"]), way, *(f"{line[mode][c]:,.{2 if 'per_s' in c else 0}f}" for c in COLUMNS))
+        for line in results
+        for mode, way in ((Mode.DENSE, "dense"), (Mode.AUTO, "reuse"))
+    ]
+    print_table(console, title, headings, rows)
     for line in results:
         ratio = line["auto"]["requests_per_s"] / line["dense"]["requests_per_s"]
         console.print(f"{line['concurrency']} sessions at once: {ratio:.2f} times the requests of dense")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -39,9 +39,7 @@ def synthetic_model(shape: str, tokenizer_of: str | Path) -> Iterator[str]:
         raise ConfigurationError(f"{shape!r} is not LAYERSxHIDDEN with a hidden size of 128, 256, 384, ...")
     real = AutoConfig.from_pretrained(tokenizer_of).get_text_config()
     config = LlamaConfig(
-        vocab_size=real.vocab_size,
-        bos_token_id=real.bos_token_id,
-        eos_token_id=real.eos_token_id,
+        **{name: getattr(real, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")},
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
@@ -51,13 +49,9 @@ def synthetic_model(shape: str, tokenizer_of: str | Path) -> Iterator[str]:
         max_position_embeddings=LONGEST,
         tie_word_embeddings=True,
     )
-    folder = Path(tempfile.mkdtemp(prefix="kvcomm-synthetic-"))
-    try:
+    with TemporaryDirectory(prefix="kvcomm-synthetic-", ignore_cleanup_errors=True) as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            if (Path(tokenizer_of) / name).exists():
-                shutil.copy(Path(tokenizer_of) / name, folder)
-        yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in filter(Path.exists, (Path(tokenizer_of) / name for name in TOKENIZER_FILES)):
+            shutil.copy(path, folder)
+        yield folder

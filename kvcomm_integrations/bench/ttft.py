@@ -21,16 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvcomm_integrations.bench.harness import (
-    Answer,
-    Step,
-    ask,
-    percentile,
-    plot,
-    print_table,
-    progress,
-    save_json,
-)  # fmt: skip
+from kvcomm_integrations.bench import harness
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes, greedy
 from kvcomm_integrations.bench.scores import chosen_policies
 from kvcomm_integrations.bench.synthetic import synthetic_model
@@ -56,29 +47,26 @@ COLUMNS = {
 TOKENS = ("prompt_tokens", "exact", "loaded", "repaired", "computed")
 PARTS = ("plan_ms", "load_ms", "repair_ms")
 """Figures of a request's report."""
+Samples = dict[str, dict[int, list[harness.Answer]]]
+"""First tokens by way and the agent's place."""
 
 
 class TtftBench:
-    """One engine and one team.
+    """One engine, one team, and the ways of reuse to compare with dense.
 
     Args:
-        engine: the engine to measure.
-        team: whose prompts are sent.
-        policies: ways of reuse to compare with dense.
+        engine, team, policies: these.
         audits: rounds to learn from are audited, as a share of an application's requests is.
         first: place of the first agent to be measured.
     """
 
     def __init__(
-        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool = True, first: int = 0
+        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool, first: int
     ) -> None:
-        self.audits = audits
-        self.measured = range(first, len(team.names))
-        self.engine = engine
-        self.team = team
+        self.engine, self.team, self.audits = engine, team, audits
         self.ways = (DENSE, *policies)
-        self.samples: dict[str, dict[int, list[Answer]]] = {way: {n: [] for n in self.measured} for way in self.ways}
-        """First tokens by way and the agent's place."""
+        self.measured = range(first, len(team.names))
+        self.samples: Samples = {way: {place: [] for place in self.measured} for way in self.ways}
         self._audited: list[dict[str, Any]] = []
         """Audits of the rounds to learn from, in order."""
         self._answers: dict[int, list[Ids]] = {}
@@ -105,9 +93,9 @@ class TtftBench:
         samples = {"dense": self.samples[DENSE][place], "reuse": self.samples[way][place]}
         times = {name: [answer.ttft_ms for answer in answers] for name, answers in samples.items()}
         dense, reuse = median(times["dense"]), median(times["reuse"])
-        reports = [answer.report for answer in samples["reuse"] if answer.report is not None]
         middle = {
-            name: float(median(getattr(r, name) for r in reports)) if reports else 0.0 for name in (*TOKENS, *PARTS)
+            name: float(median(getattr(answer.report, name) for answer in samples["reuse"]))
+            for name in (*TOKENS, *PARTS)
         }
         spent, loaded = sum(middle[name] for name in PARTS), middle["loaded"]
         # Loads in units of the dense prefill they replace: dense time of as many tokens as were loaded.
@@ -115,7 +103,7 @@ class TtftBench:
         return {
             "index": place + 1,
             **{f"ttft_{name}_ms": round(median(found), 1) for name, found in times.items()},
-            **{f"ttft_{name}_p95_ms": round(percentile(found, 95), 1) for name, found in times.items()},
+            **{f"ttft_{name}_p95_ms": round(harness.percentile(found, 95), 1) for name, found in times.items()},
             "speedup": round(dense / reuse, 2),
             **{name: middle[name] for name in TOKENS},
             **{name: round(middle[name], 2) for name in PARTS},
@@ -171,31 +159,20 @@ class TtftBench:
         audited = self.ways[1:]
         if not self.audits:  # policies beside the engine's own learn from their audits
             audited = tuple(name for name in audited if name != self.engine.config.reuse.policy)
-        answer = ask(
-            self.engine,
-            self._prompt(agent, number),
-            self.team.answering(agent, number, tokens),
-            agent=agent,
-            session=f"round-{number}",
-            response_name=f"agent:{agent}:response",
-            mode=Mode.OBSERVE,
-            teach=teach,
-            audit=audited if teach else (),
-            audit_tokens=0,
-        )
-        return answer.tokens
+        how: dict[str, Any] = {"mode": Mode.OBSERVE, "teach": teach, "audit_tokens": 0}
+        how |= {"session": f"round-{number}", "audit": audited if teach else ()}
+        prompt, sampling = self._prompt(agent, number), self.team.answering(agent, number, tokens)
+        return harness.ask(self.engine, prompt, sampling, agent, shared=True, **how).tokens
 
-    def _first_token(self, agent: str, place: int, number: int, way: str) -> Answer:
+    def _first_token(self, agent: str, place: int, number: int, way: str) -> harness.Answer:
         self._runs += 1
         self.engine.reset_prefix_cache()
         prefix = self.team.write(agent, self._questions[next(iter(self._questions))][:1], {})
-        self._send(prefix, agent=agent, session="prefix", mode=Mode.DENSE)
-        mode = {"mode": Mode.DENSE} if way == DENSE else {"policy": way}
+        harness.ask(self.engine, prefix, greedy(1), agent, session="prefix", mode=Mode.DENSE)
+        self.engine.drain()
+        how: dict[str, Any] = {"mode": Mode.DENSE} if way == DENSE else {"policy": way}
         session = f"round-{number}" if place else f"first-{self._runs}"
-        return self._send(self._prompt(agent, number, place), agent=agent, session=session, **mode)
-
-    def _send(self, prompt: SegmentedPrompt, **params: Any) -> Answer:
-        answer = ask(self.engine, prompt, greedy(1), **params)
+        answer = harness.ask(self.engine, self._prompt(agent, number, place), greedy(1), agent, session=session, **how)
         self.engine.drain()
         return answer
 
@@ -213,11 +190,16 @@ def run_ttft(args: argparse.Namespace) -> int:
     longest = max(size.longest(args.agents) for size in sizes) + 256
     model = nullcontext(args.model) if args.synthetic is None else synthetic_model(args.synthetic, args.model)
     settings: list[dict[str, Any]] = []
-    with model as args.model, closing(_engine(args, policies, longest)) as engine, progress() as step:
+    with model as args.model, closing(_engine(args, policies, longest)) as engine, harness.progress() as step:
         for number, size in enumerate(sizes):
             team = PaperTeam(engine.tokenizer, args.agents, size, args.seed + number)
             bench = TtftBench(engine, team, policies, audits=args.small_divergence > 0, first=args.from_agent - 1)
-            interrupted = _until_interrupted(bench.run(args), step, size)
+            interrupted = False
+            try:
+                for text in bench.run(args):
+                    step(f"{size}: {text}")
+            except KeyboardInterrupt:
+                interrupted = True
             if (figures := bench.figures()) is not None:
                 settings.append({"sizes": asdict(size), "policies": figures})
             if interrupted:
@@ -227,7 +209,7 @@ def run_ttft(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     _show(settings)
     first = settings[0]["policies"][policies[0]]
-    save_json(args, {"agents": first, "settings": settings})
+    harness.save_json(args, {"agents": first, "settings": settings})
     if args.plot is not None:
         _plot(settings, args.plot)
     return 0
@@ -247,26 +229,14 @@ def _engine(args: argparse.Namespace, policies: Sequence[str], longest: int) -> 
     )
 
 
-def _until_interrupted(steps: Iterator[str], step: Step, size: Sizes) -> bool:
-    try:
-        for text in steps:
-            step(f"{size.prefix}/{size.input}/{size.output}: {text}")
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 def _show(settings: Sequence[dict[str, Any]]) -> None:
     console = Console(width=160)
     for setting in settings:
-        size = setting["sizes"]
+        size = "prefix {prefix}, question {input}, answers {output} tokens".format_map(setting["sizes"])
         for name, agents in setting["policies"].items():
-            title = (
-                f"Time to first token: prefix {size['prefix']}, question {size['input']}, "
-                f"answers {size['output']} tokens; {name} against dense with prefix caching"
-            )
+            title = f"Time to first token: {size}; {name} against dense with prefix caching"
             rows = ([_cell(agent[figure]) for figure in COLUMNS.values()] for agent in agents)
-            print_table(console, title, list(COLUMNS), rows)
+            harness.print_table(console, title, list(COLUMNS), rows)
     console.print(
         "Medians. load holds correction, rotation and write, share is in units of the dense prefill it replaces; "
         "rest is vLLM's own forward with all that surrounds it. audit KL: nats, mean of the first token's in the last "
@@ -275,18 +245,15 @@ def _show(settings: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(figure: float | None) -> str:
-    if figure is None:
-        return ""
-    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.4g}"
+    return "" if figure is None else f"{figure:,.0f}" if figure >= 1000 else f"{figure:.4g}"
 
 
 def _plot(settings: Sequence[dict[str, Any]], path: Path) -> None:
     """Times to first token by agent on the left, their ratio on the right, a line per setting and policy."""
-    with plot(path, width=12, columns=2) as (times, ratios):
+    with harness.plot(path, width=12, columns=2) as (times, ratios):
         for setting in settings:
-            size = setting["sizes"]
             for name, agents in setting["policies"].items():
-                label = f"{size['prefix']}/{size['input']}/{size['output']} {name}"
+                label = f"{Sizes(**setting['sizes'])} {name}"
                 index = [agent["index"] for agent in agents]
                 [line] = times.plot(index, [agent["ttft_reuse_ms"] for agent in agents], label=label)
                 dense = [agent["ttft_dense_ms"] for agent in agents]

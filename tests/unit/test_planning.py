@@ -15,7 +15,9 @@ def test_figures(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     out = tmp_path / "planning.json"
     options = ["--model", str(demo_model), "--tokens", "500", "--contents", "40", "--repeats", "2", "--json", str(out)]
     assert cli.main(["bench", "planning", *options]) == 0
-    assert "Planning a prompt" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Planning a prompt" in shown.out
+    assert "planning prompts of 500 tokens" in shown.err.splitlines()
     (result,) = json.loads(out.read_text())
     assert 500 <= result["prompt_tokens"] < 800 and result["placeholders"] >= 5
     for kind in ("first", "next"):

@@ -13,8 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcomm_integrations.bench.problems import TOKENS_PER_WORD, generate_documents, generate_problems, load_questions
-from kvcomm_integrations.bench.word_problems import TEMPLATES
+from kvcomm_integrations.bench.problems import (
+    TEMPLATES,
+    TOKENS_PER_WORD,
+    generate_documents,
+    generate_problems,
+    load_questions,
+)
 from kvcomm_integrations.errors import ConfigurationError
 
 

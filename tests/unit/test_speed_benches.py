@@ -14,8 +14,8 @@ import pytest
 from kvcomm_integrations import cli
 from kvcomm_integrations.bench import overhead, serve, ttft
 from kvcomm_integrations.bench.admission import admission_steps
-from kvcomm_integrations.bench.memory import state_sizes
 from kvcomm_integrations.bench.harness import percentile
+from kvcomm_integrations.bench.micro import state_sizes
 from kvcomm_integrations.bench.prompting import PaperTeam, Sizes
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
@@ -241,7 +241,9 @@ def test_micro(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = tmp_path / "micro.json"
     options = ["--model", str(demo_model), "--fast", "--no-prefill", "--tokens", "40", "--json", str(out)]
     assert cli.main(["bench", "micro", *options]) == 0
-    assert "Steps of a reuse" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Steps of a reuse" in shown.out
+    assert "40 tokens: steps of a reuse" in shown.err.splitlines()
     result = json.loads(out.read_text())
     steps = {step["step"]: step for step in result["steps"]}
     assert {"gather", "correct", "scatter", "harvest", "observe"} <= set(steps)
