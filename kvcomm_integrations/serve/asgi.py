@@ -1,4 +1,4 @@
-"""Requests with another path or body, and refusals in OpenAI's form.
+"""Requests with another path or body, and answers that do not come from vLLM.
 
 On plain ASGI where Starlette has nothing for it: a request with another body, whose answer is not buffered.
 """
@@ -8,17 +8,24 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvcomm_integrations.serve.tenants import RefusedError
 
 
-class RefusedError(Exception):
-    """A request that is not served; its text is for the client."""
+async def answer(request: Request, send: Send, response: ASGIApp) -> None:
+    """Send an answer that does not come from vLLM, with the CORS headers that vLLM's answers to the request have.
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    vLLM adds the middleware of ``--middleware`` outside its CORS middleware, so our answers do not pass the latter.
+    Preflight requests (``OPTIONS``) need none of this: they are passed on, and vLLM's CORS middleware answers.
+    """
+    for entry in getattr(request.app, "user_middleware", ()):
+        if entry.cls is CORSMiddleware:
+            response = CORSMiddleware(response, *entry.args, **entry.kwargs)
+    await response(request.scope, request.receive, send)
 
 
 def refusal(status: int, message: str) -> JSONResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ async def describe(client: Any, tenants: Tenants) -> dict[str, Any]:
     config = client.vllm_config
     transfer = config.kv_transfer_config
     connector = transfer is not None and transfer.kv_connector == CONNECTOR
-    stats: list[dict[str, Any]] = []
-    if connector and config.parallel_config.worker_extension_cls:
-        stats = await client.collective_rpc("kvcomm_stats")
+    has_extension = connector and config.parallel_config.worker_extension_cls
+    stats: list[dict[str, Any]] = await client.collective_rpc("kvcomm_stats") if has_extension else []
     info = ServerInfo(
         version=__version__,
         wire=WIRE_VERSION,
@@ -41,17 +39,13 @@ async def describe(client: Any, tenants: Tenants) -> dict[str, Any]:
     return info.model_dump(mode="json")
 
 
-async def tokenizer_files(client: Any) -> dict[str, str]:
-    """Names and texts of the files a client needs to build prompts for the served model."""
-    return await asyncio.to_thread(_read_files, str(client.model_config.tokenizer))
-
-
-def _read_files(folder_or_id: str) -> dict[str, str]:
+def tokenizer_files(client: Any) -> dict[str, str]:
+    """Names and texts of the files a client needs to build prompts for the served model. Reads them: takes a while."""
     from transformers.utils import cached_file
 
     found = {}
     for name in TOKENIZER_FILES:
-        path = cached_file(folder_or_id, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(str(client.model_config.tokenizer), name, _raise_exceptions_for_missing_entries=False)
         if path:
             found[name] = Path(path).read_text(encoding="utf-8")
     return found

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 _PREFIX = re.compile(r"^(\([^)]*\)\s*)?([A-Z]+ \d\d-\d\d [\d:.]+ \[[^\]]*\]\s*)?")
 """Process name and log header that vLLM puts before lines."""
-_ERROR = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w*(?:Error|Exception|Exit|Interrupt)): (?P<text>.+)")
-_VALUE = re.compile(r"^\s+(?:Value error|Assertion failed), (?P<text>.+?)(?: \[type=.*)?$")
-"""What a settings class of vLLM refuses, a line below pydantic's own heading."""
-_USAGE = re.compile(r"^\S+: error: (?P<text>.+)")
-_SENTENCE = re.compile(r"(?<=[.!?])\s")
-"""Where one ends."""
+_ERRORS = (
+    re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit|Interrupt): (?P<text>.+)"),
+    re.compile(r"^\s+(?:Value error|Assertion failed), (?P<text>.+?)(?: \[type=.*)?$"),
+    re.compile(r"^\S+: error: (?P<text>.+)"),
+)
+"""Python's, pydantic's (a line below its own heading) and argparse's."""
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 _SECONDARY = (
     "validation error for", "validation errors for", "Engine core initialization failed",
     "Engine process failed to start", "WorkerProc initialization failed",
@@ -44,9 +45,10 @@ def cause(lines: Iterable[str]) -> str:
 
     A failing worker tells its cause first; what the engine and the server say afterwards only refers to it.
     """
-    found = [text for line in lines if (text := _error_of(_PREFIX.sub("", line)))]
+    stripped = [_PREFIX.sub("", line) for line in lines]
+    found = [match["text"].strip() for line in stripped for error in _ERRORS if (match := error.match(line))]
     own = [text for text in found if not any(other in text for other in _SECONDARY)]
-    if not own and not found:
+    if not found:
         return NOTHING
     text = (own or found)[0]
     for signs, remedy in REMEDIES:
@@ -55,14 +57,9 @@ def cause(lines: Iterable[str]) -> str:
     return _beginning(text)
 
 
-def _error_of(line: str) -> str:
-    match = _ERROR.match(line) or _VALUE.match(line) or _USAGE.match(line)
-    return match["text"].strip() if match else ""
-
-
 def _beginning(text: str) -> str:
     """As many whole sentences as are worth showing, or the first one cut off."""
     if len(text) <= LONGEST:
         return text
-    end = max((match.start() for match in _SENTENCE.finditer(text) if match.start() <= LONGEST), default=0)
+    end = max((match.start() for match in _SENTENCE_END.finditer(text) if match.start() <= LONGEST), default=0)
     return text[:end] if end else f"{text[:LONGEST]}..."

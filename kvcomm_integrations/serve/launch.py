@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 from types import FrameType
-from typing import Any
 
 import httpx
 
@@ -24,13 +23,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop; returns the exit status."""
     found = launch(
-        args.model,
-        args.vllm_options,
-        reuse=args.reuse,
-        tenant_keys=args.tenant_keys,
-        tenant_header=args.tenant_header,
-        live=args.live,
-    )
+        args.model, args.vllm_options, reuse=args.reuse, tenant_keys=args.tenant_keys,
+        tenant_header=args.tenant_header, live=args.live,
+    )  # fmt: skip
     output = _Output(args.verbose)
     server = Supervisor(found, output.show)
 
@@ -62,31 +57,23 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _check_reuse(found: Launch, args: argparse.Namespace, server: Supervisor) -> None:
-    """A server that can reuse nothing is not what ``kvcomm serve`` is for, unless the user says so.
+    """Stop a server that can reuse nothing, unless the user allows it.
 
     Raises:
         UnsupportedModelError: the model's KV cannot be reused. The server has been stopped.
     """
-    info = _info(found)
-    if info is None or not info.refusal or args.allow_dense:
-        return
-    server.end()
-    raise UnsupportedModelError(
-        f"KV of {args.model!r} cannot be reused: {info.refusal}. Add --allow-dense to serve it all the same, "
-        "as vLLM does"
-    )
-
-
-def _info(found: Launch) -> ServerInfo | None:
-    """What the server says of itself; ``None`` if it asks for a key that is not ours to know."""
     headers = {"Authorization": f"Bearer {found.key}"} if found.key else {}
     try:
         answer = httpx.get(found.url + INFO_PATH, headers=headers, timeout=30, verify=False, trust_env=False)
-    except httpx.HTTPError:  # it was well a moment ago: whatever has happened shows in its log
-        return None
-    if answer.status_code != httpx.codes.OK:
-        return None
-    return ServerInfo.model_validate(answer.json())
+    except httpx.HTTPError:  # it answered a moment ago: its log says what has happened since
+        return
+    if args.allow_dense or answer.status_code != httpx.codes.OK:  # it may ask for a key that only its users have
+        return
+    refusal = ServerInfo.model_validate(answer.json()).refusal
+    if refusal:
+        server.end()
+        hint = "Add --allow-dense to serve it all the same, as vLLM does"
+        raise UnsupportedModelError(f"KV of {args.model!r} cannot be reused: {refusal}. {hint}")
 
 
 class _Output:
@@ -110,13 +97,9 @@ class _Output:
         with self._lock:
             self._open, self._kept = True, []
 
-    def write(self) -> Any:
+    def write(self) -> str:
         """Write what was kept back into a file; returns its name."""
-        with (
-            self._lock,
-            tempfile.NamedTemporaryFile(
-                "w", prefix="kvcomm-serve-", suffix=".log", delete=False, encoding="utf-8"
-            ) as file,
-        ):
+        handle, name = tempfile.mkstemp(".log", "kvcomm-serve-")
+        with self._lock, open(handle, "w", encoding="utf-8") as file:
             file.writelines(self._kept)
-            return file.name
+        return name

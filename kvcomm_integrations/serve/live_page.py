@@ -18,25 +18,16 @@ from kvcomm_integrations.wire import Mode, RequestReport
 PLAIN = "plain client"
 """Name for requests that say nothing of agents."""
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
-"""Headers that proxies add: such a request comes from elsewhere, whatever the connection says."""
+"""Headers that proxies add: such a request comes from another machine, though the connection comes from this one."""
 
 
 class LiveRoute:
-    """Records finished requests and shows them to this machine.
+    """Records finished requests and shows them to this machine, if ``KVCOMM_LIVE`` says so."""
 
-    Args:
-        enabled: record and show; otherwise nothing is kept and the page does not exist.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
+        self.enabled = os.environ.get(LIVE_VARIABLE) == "1"
         self.log = RequestLog(keep_content=False)
         self._page = asgi_app(lambda: self.log)
-
-    @classmethod
-    def from_environment(cls) -> LiveRoute:
-        """As ``KVCOMM_LIVE`` says."""
-        return cls(enabled=os.environ.get(LIVE_VARIABLE) == "1")
 
     def wants(self, scope: Scope) -> bool:
         """The request is for the page, and there is one."""
@@ -48,10 +39,6 @@ class LiveRoute:
         proxied = any(headers.get(name) for name in _FORWARDED)
         page: ASGIApp = refusal(403, "this page is for the server's own machine") if proxied else self._page
         await page({**scope, "path": route(scope)}, receive, send)
-
-    def begin(self) -> RunTimer:
-        """A request has been handed to the engine."""
-        return RunTimer(self.log)
 
 
 class RunTimer:

@@ -12,6 +12,7 @@ import json
 import uuid
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,16 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from kvcomm_integrations.ids import DEFAULT_TENANT
-from kvcomm_integrations.serve.asgi import RefusedError, read_body, refusal, route, with_body, with_route
-from kvcomm_integrations.serve.cors import as_vllm_allows
+from kvcomm_integrations.serve.asgi import answer, read_body, refusal, route, with_body, with_route
 from kvcomm_integrations.serve.describe import describe, tokenizer_files
 from kvcomm_integrations.serve.live_page import LiveRoute
-from kvcomm_integrations.serve.names import KEY_VARIABLE
+from kvcomm_integrations.serve.names import KEY_VARIABLE, STATE_PATH
 from kvcomm_integrations.serve.operator_key import OperatorKey
 from kvcomm_integrations.serve.reports import reporting, watch
 from kvcomm_integrations.serve.routes import CREATE_RESPONSE, RESPONSE, Access, access_to
 from kvcomm_integrations.serve.state_routes import StateRoutes
-from kvcomm_integrations.serve.tenants import Tenants, UnknownTenantError, divided, response_id, salt_of
+from kvcomm_integrations.serve.tenants import RefusedError, Tenants, divided, response_id, salt_of
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
 
 
@@ -46,8 +46,8 @@ class KVCommMiddleware:
         self._app = app
         self._tenants = Tenants.from_environment()
         self._operator = OperatorKey.from_environment()
-        self._state = StateRoutes.from_environment()
-        self._live = LiveRoute.from_environment()
+        self._state = StateRoutes(self._operator)
+        self._live = LiveRoute()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -61,7 +61,7 @@ class KVCommMiddleware:
             try:
                 await self._handle(Request(scope, receive), send)
             except RefusedError as error:
-                await _answer(Request(scope, receive), send, refusal(error.status, str(error)))
+                await answer(Request(scope, receive), send, refusal(error.status, str(error)))
 
     async def _handle(self, request: Request, send: Send) -> None:
         """Answer one request, or have vLLM answer it.
@@ -70,8 +70,8 @@ class KVCommMiddleware:
             RefusedError: the request is not served.
         """
         scope, path = request.scope, route(request.scope)
-        if self._state.wants(scope):
-            await _answer(request, send, await self._state.answer(request))
+        if self._state.folder and path.startswith(STATE_PATH):
+            await answer(request, send, await self._state.answer(request))
             return
         access = access_to(request.method, path)
         tenant = self._admit(request, access)
@@ -82,10 +82,10 @@ class KVCommMiddleware:
             watch(request.app.state.engine_client, self._live)
         if access is Access.SALTED or (access is Access.MEDIA and tenant is not None):
             await self._pass_on(tenant, access, request, send)
-        elif access is Access.OWNED and tenant is not None:
-            await self._app(_own_response(scope, tenant), request.receive, send)
-        else:
-            await self._app(scope, request.receive, send)
+            return
+        if access is Access.OWNED and tenant is not None:
+            scope = _own_response(scope, tenant)
+        await self._app(scope, request.receive, send)
 
     def _admit(self, request: Request, access: Access) -> str | None:
         """The request's tenant; ``None`` where there are none, or where the request needs none.
@@ -99,21 +99,14 @@ class KVCommMiddleware:
             return None
         if access is Access.TENANT and request.method != "POST" and self._tenants.source == "header":
             return None  # what the proxy asks for itself
-        try:
-            tenant = self._tenants.of(request.headers)
-        except UnknownTenantError as error:
-            raise RefusedError(401, str(error)) from error
+        tenant = self._tenants.of(request.headers)
         if access is Access.OPERATOR:  # said to tenants only: strangers do not learn which routes there are
-            raise RefusedError(
-                403,
-                f"{request.method} {route(request.scope)} is not for tenants: it takes the operator's key "
-                f"({KEY_VARIABLE} of the server)",
-            )
+            needed = f"it takes the operator's key ({KEY_VARIABLE} of the server)"
+            raise RefusedError(403, f"{request.method} {route(request.scope)} is not for tenants: {needed}")
         return tenant
 
     async def _tell(self, request: Request, send: Send) -> None:
         """Answer in place of vLLM's list of models, so that whoever may not see that list sees nothing here."""
-
         status = 0
 
         async def pass_refusals(message: Message) -> None:
@@ -124,12 +117,15 @@ class KVCommMiddleware:
 
         await self._app(with_route(request.scope, "/v1/models"), request.receive, pass_refusals)
         if status == 200:
-            client, described = request.app.state.engine_client, route(request.scope) == INFO_PATH
-            content = await (describe(client, self._tenants) if described else tokenizer_files(client))
-            await _answer(request, send, JSONResponse(content))
+            client = request.app.state.engine_client
+            if route(request.scope) == INFO_PATH:
+                content = await describe(client, self._tenants)
+            else:
+                content = await run_in_threadpool(tokenizer_files, client)
+            await answer(request, send, JSONResponse(content))
 
     async def _pass_on(self, tenant: str | None, access: Access, request: Request, send: Send) -> None:
-        """Have vLLM answer a request, a tenant's with its body rewritten; add the report to a stream that asks for it."""
+        """Have vLLM answer a request, a tenant's with its body rewritten; add a report to streams that ask for one."""
         raw = await read_body(request)
         if tenant is not None or f'"{WIRE_KEY}"'.encode() in raw:
             body = _read_object(request, raw)
@@ -144,10 +140,6 @@ class KVCommMiddleware:
                 _own_media(body, tenant)
                 raw = json.dumps(body).encode()
         await self._app(*with_body(request.scope, request.receive, raw), send)
-
-
-async def _answer(request: Request, send: Send, response: JSONResponse) -> None:
-    await as_vllm_allows(request.scope, response)(request.scope, request.receive, send)
 
 
 def _read_object(request: Request, raw: bytes) -> dict[str, Any]:

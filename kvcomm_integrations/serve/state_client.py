@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,26 +17,18 @@ TIMEOUT_S = 600.0
 """Longest wait for a large state to be written or read, seconds."""
 
 
-def save(args: argparse.Namespace) -> int:
-    """Have the server write what it has learned to a file in its folder."""
-    return _with_file(args, "save", {})
+def _command(action: str) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        body = {name: getattr(args, name) for name in ("name", "tenant", "merge") if hasattr(args, name)}
+        done = order(args.server, action, body)
+        edges = f"{done['edges']} edges"
+        print(f"{args.name}: {edges}, {done['examples']} examples" if "name" in body else f"{edges} forgotten")
+        return 0
+
+    return run
 
 
-def load(args: argparse.Namespace) -> int:
-    """Have the server learn what a file in its folder holds."""
-    return _with_file(args, "load", {"merge": args.merge})
-
-
-def clear(args: argparse.Namespace) -> int:
-    """Have the server forget what it has learned."""
-    print(f"{order(args.server, 'clear', {'tenant': args.tenant})['edges']} edges forgotten")
-    return 0
-
-
-def _with_file(args: argparse.Namespace, action: str, more: dict[str, Any]) -> int:
-    done = order(args.server, action, {"name": args.name, "tenant": args.tenant, **more})
-    print(f"{args.name}: {done['edges']} edges, {done['examples']} examples")
-    return 0
+save, load, clear = _command("save"), _command("load"), _command("clear")
 
 
 def order(server: str, action: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -61,15 +55,10 @@ def order(server: str, action: str, body: dict[str, Any]) -> dict[str, Any]:
     if answer.status_code == 200:
         done: dict[str, Any] = answer.json()
         return done
-    said = _said(answer)
+    said = answer.text[:200]
+    with suppress(ValueError, KeyError, TypeError):
+        said = str(answer.json()["error"]["message"])
     if answer.status_code == 400:
         raise StateFileError(said)
     hint = "; is KVCOMM_STATE_DIR set on the server?" if answer.status_code == 404 else ""
     raise EngineError(f"{url} answered {answer.status_code}: {said}{hint}")
-
-
-def _said(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200]

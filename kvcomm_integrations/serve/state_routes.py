@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Scope
 
 from kvcomm_integrations.engines.learned_state import clear_state, load_state, save_state
 from kvcomm_integrations.errors import ConfigurationError, StateFileError
-from kvcomm_integrations.serve.asgi import RefusedError, read_body, route
+from kvcomm_integrations.serve.asgi import read_body, route
 from kvcomm_integrations.serve.names import FOLDER_VARIABLE, KEY_VARIABLE, STATE_PATH
 from kvcomm_integrations.serve.operator_key import SHORTEST_KEY, OperatorKey
+from kvcomm_integrations.serve.tenants import RefusedError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -38,40 +38,26 @@ class StateOrder(BaseModel):
     """``load``: in addition to what is known."""
 
 
-@dataclass(frozen=True)
 class StateRoutes:
-    """The operator's routes.
+    """The operator's routes, if ``KVCOMM_STATE_DIR`` names a folder.
 
     Args:
-        folder: where files are; ``None``: the routes are off.
         operator: whose key a request must show.
+
+    Raises:
+        ConfigurationError: the folder does not exist, or there is no key. Shows no key.
     """
 
-    folder: Path | None = None
-    operator: OperatorKey = field(default_factory=OperatorKey)
-
-    @classmethod
-    def from_environment(cls) -> StateRoutes:
-        """As ``KVCOMM_STATE_DIR`` and ``KVCOMM_ADMIN_KEY`` say.
-
-        Raises:
-            ConfigurationError: the folder does not exist, or the key is missing or short. Shows no key.
-        """
-        folder = os.environ.get(FOLDER_VARIABLE, "")
-        if not folder:
-            return cls()
-        operator = OperatorKey.from_environment()
-        if not Path(folder).is_dir():
-            raise ConfigurationError(f"{FOLDER_VARIABLE}={folder!r} is not a folder; make it, or unset the variable")
-        if not operator.key:
+    def __init__(self, operator: OperatorKey) -> None:
+        named = os.environ.get(FOLDER_VARIABLE, "")
+        self.folder = Path(named).absolute() if named else None
+        self.operator = operator
+        if self.folder and not self.folder.is_dir():
+            raise ConfigurationError(f"{FOLDER_VARIABLE}={named!r} is not a folder; make it, or unset the variable")
+        if self.folder and not operator.key:
             raise ConfigurationError(
                 f"{FOLDER_VARIABLE} is set, so {KEY_VARIABLE} must hold a key of at least {SHORTEST_KEY} characters"
             )
-        return cls(Path(folder).absolute(), operator)
-
-    def wants(self, scope: Scope) -> bool:
-        """Whether a request is for these routes."""
-        return self.folder is not None and route(scope).startswith(STATE_PATH)
 
     async def answer(self, request: Request) -> JSONResponse:
         """Carry out an order.

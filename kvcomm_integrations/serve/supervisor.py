@@ -1,4 +1,4 @@
-"""Starts a server, waits until it answers, watches it, and leaves no process of it behind, however it ends."""
+"""Starts a server, waits until it answers, watches it, and leaves no process of it behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 import httpx
@@ -48,9 +49,8 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask the server to stop; may be called from a signal handler, and again to kill it."""
-        process = self._process
-        if self._stop.is_set() and process is not None:
-            self._signal(signal.SIGKILL)
+        if self._stop.is_set() and self._process is not None:
+            self._kill_all()
         self._stop.set()
 
     @property
@@ -86,20 +86,18 @@ class Supervisor:
                 return
             if time.monotonic() > deadline:
                 self.end()
-                raise EngineError(
-                    f"the server did not answer within {timeout:.0f} s; see its log or raise --start-timeout"
-                )
+                hint = "see its log or raise --start-timeout"
+                raise EngineError(f"the server did not answer within {timeout:.0f} s; {hint}")
         self.end()
 
     def wait(self) -> int:
         """Wait until the server ends or is asked to; returns its exit status, 0 if it was asked."""
-        process = self._process
-        assert process is not None
-        while process.poll() is None and not self._stop.wait(POLL_S):
+        assert self._process is not None
+        while self._process.poll() is None and not self._stop.wait(POLL_S):
             pass
         asked = self.stopped
         self.end()
-        return 0 if asked else int(process.returncode or 1)
+        return 0 if asked else int(self._process.returncode or 1)
 
     def end(self) -> None:
         """Stop the server, then whatever is left of its process group. Idempotent."""
@@ -112,17 +110,15 @@ class Supervisor:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 logger.warning("The server did not stop within %.0f s and is killed", STOP_S)
-        self._signal(signal.SIGKILL)
+        self._kill_all()
         process.wait()
         if self._reader is not None:
             self._reader.join(5)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _kill_all(self) -> None:
         assert self._process is not None
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self, stream: IO[str]) -> None:
         with stream:
@@ -132,7 +128,7 @@ class Supervisor:
 
 
 def healthy(url: str) -> bool:
-    """The server answers, and its engine lives. Its certificate is not what is asked about."""
+    """Whether the server answers and its engine lives. The certificate is not checked."""
     try:
         return httpx.get(f"{url}/health", timeout=5, verify=False, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:

@@ -21,8 +21,12 @@ from kvcomm_integrations.serve.operator_key import bearer
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
-class UnknownTenantError(Exception):
-    """A request that belongs to no tenant; its text is for the client."""
+class RefusedError(Exception):
+    """A request that is not served; its text is for the client."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,16 @@ class Tenants:
         """The tenant of a request with these headers; ``None`` where the server does not distinguish tenants.
 
         Raises:
-            UnknownTenantError: the request shows no tenant, or an unknown one.
+            RefusedError: the request shows no tenant, or an unknown one.
         """
         if self.keys:
             tenant = self.keys.get(_hash(bearer(headers)))
             if tenant is None:
-                raise UnknownTenantError("this server needs an API key that it knows: Authorization: Bearer <key>")
+                raise RefusedError(401, "this server needs an API key that it knows: Authorization: Bearer <key>")
             return tenant
         name = headers.get(self.header, "") if self.header else None
         if name is not None and not _NAME.fullmatch(name):
-            raise UnknownTenantError(f"this server needs a tenant's name in the header {self.header}")
+            raise RefusedError(401, f"this server needs a tenant's name in the header {self.header}")
         return name
 
 

@@ -17,6 +17,7 @@ from kvcomm_integrations import cli
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.serve.middleware import KVCommMiddleware
 from kvcomm_integrations.serve.names import FOLDER_VARIABLE, KEY_VARIABLE
+from kvcomm_integrations.serve.operator_key import OperatorKey
 from kvcomm_integrations.serve.state_routes import StateRoutes
 
 KEY = "the operator's own key"
@@ -115,11 +116,11 @@ def test_bad_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "missing"))
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with pytest.raises(ConfigurationError, match="is not a folder"):
-        StateRoutes.from_environment()
+        StateRoutes(OperatorKey.from_environment())
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv(KEY_VARIABLE, "short")
     with pytest.raises(ConfigurationError, match="at least 16 characters"):
-        StateRoutes.from_environment()
+        StateRoutes(OperatorKey.from_environment())
 
 
 @pytest.fixture
