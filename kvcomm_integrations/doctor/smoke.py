@@ -72,11 +72,7 @@ def judge(stats: list[dict[str, Any]], repair_refusal: str | None, records: list
     else:
         yield bad("Rotary positions", "the self-check has not passed", "report the model's rope_scaling")
     if repair_refusal:
-        yield weak(
-            "Repair pass",
-            repair_refusal,
-            "reuse stops at the first text nobody has seen; the rest is computed",
-        )
+        yield weak("Repair pass", repair_refusal, "reuse stops at the first text nobody has seen; the rest is computed")
     else:
         yield good("Repair pass", "available")
     best = max(records[1:], key=lambda record: record.loaded, default=None)
