@@ -1,8 +1,8 @@
-"""Messages in, segmented prompt out: the one entry point of this layer. Knows no framework, no engine, no tensors.
+"""Messages in, segmented prompt out: the one entry point of this layer.
 
 The steps: clean the messages, find shared contents in them (``layouts``), render (``rendering``), encode text and
-contents apart (``runs``), number the segments. Whatever cannot be located or spelled exactly stays fixed text: there
-may be fewer placeholders, never a wrong prompt.
+contents apart (``fixed_text``), number the segments. Whatever cannot be located or spelled exactly stays fixed text:
+there may be fewer placeholders, never a wrong prompt.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.errors import ConfigurationError
@@ -25,11 +25,12 @@ from kvcomm_integrations.prompts.chat_message import (
     tool_names,
     with_parsed_arguments,
 )
-from kvcomm_integrations.prompts.codec import Ids
+from kvcomm_integrations.prompts.codec import Ids, Span
 from kvcomm_integrations.prompts.content import Content
 from kvcomm_integrations.prompts.content_registry import ContentRegistry
 from kvcomm_integrations.prompts.fixed_text import Run, encode_run
 from kvcomm_integrations.prompts.layouts import LayoutFinder
+from kvcomm_integrations.prompts.matching import Match
 from kvcomm_integrations.prompts.rendering import TemplateRefusal, locate
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.shielding import Shield
@@ -53,21 +54,11 @@ class BuiltPrompt:
         return tuple(s for s in self.prompt.segments if s.kind is SegmentKind.PLACEHOLDER)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """``content`` stands at ``[start, end)`` of the prompt's text, characters."""
-
-    start: int
-    end: int
-    content: Content
-
-
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Consecutive tokens of the prompt; ``content`` is ``None`` for fixed text."""
 
     ids: Ids
-    content: Content | None
+    content: Content | None = None
 
 
 class PromptBuilder:
@@ -119,19 +110,17 @@ class PromptBuilder:
         Raises:
             ConfigurationError: no messages, an invalid placeholder name, or a template that refuses the messages.
         """
-        messages = [_cleaned(message) for message in messages]
-        explicit = [self._register(session, name, text) for name, text in (placeholders or {}).items()]
+        messages = [message.cleaned() for message in messages]
+        for name in placeholders or ():
+            if not name or len(name) > MAX_NAME:
+                raise ConfigurationError(f"placeholder name {name!r} must have 1 to {MAX_NAME} characters")
+        explicit = [self._registry.register(session, name, text) for name, text in (placeholders or {}).items()]
         text, data, places = self._render(messages, session, agent, tools, dict(template_kwargs or {}), explicit)
         if self._tokenization is Tokenization.CANONICAL:
             pieces = self._canonical_pieces(text, data, places)
         else:
             pieces = self._segmented_pieces(text, data, self._widened(text, places))
         return self._number(text, pieces)
-
-    def _register(self, session: str, name: str, text: str) -> Content:
-        if not name or len(name) > MAX_NAME:
-            raise ConfigurationError(f"placeholder name {name!r} must have 1 to {MAX_NAME} characters")
-        return self._registry.register(session, name, text)
 
     # --- text ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +132,7 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: dict[str, Any],
         explicit: Sequence[Content],
-    ) -> tuple[str, tuple[tuple[int, int], ...], list[_Place]]:
+    ) -> tuple[str, tuple[Span, ...], list[Match]]:
         """The prompt's text, the control tokens in it that are data, and the places of contents."""
         tools = deep_map([dict(tool) for tool in tools], clean_text) if tools else None
         template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
@@ -166,24 +155,20 @@ class PromptBuilder:
                 raise TemplateRefusal from err
 
         layouts = self._turn_layouts(turns, session, agent, explicit)
-        located = locate(
-            rendered,
-            [d["content"] for d in dicts],
-            [[(s, e) for s, e, _ in layout] for layout in layouts],
-            render_contents,
-        )
-        places = [_Place(where.start, where.end, layouts[where.message][where.span][2]) for where in located]
+        spans = [[(start, end) for start, end, _ in layout] for layout in layouts]
+        located = locate(rendered, [d["content"] for d in dicts], spans, render_contents)
+        places = [Match(at.start, at.end, layouts[at.message][at.span].content) for at in located]
         text, data = shield.uncover(rendered) if shield else (rendered, ())
         return text, data, places
 
     def _turn_layouts(
         self, turns: Sequence[Turn], session: str, agent: str, explicit: Sequence[Content]
-    ) -> list[list[tuple[int, int, Content]]]:
+    ) -> list[list[Match]]:
         """Per turn, where contents stand in its text, characters."""
         names = tool_names(message for turn in turns for message in turn.messages)
         return [
             [
-                (start + offset, end + offset, content)
+                Match(start + offset, end + offset, content)
                 for message, offset in zip(turn.messages, turn.offsets, strict=True)
                 for start, end, content in self._layouts.find(message, session, agent, names, explicit)
             ]
@@ -191,39 +176,37 @@ class PromptBuilder:
         ]
 
     @staticmethod
-    def _widened(text: str, places: Sequence[_Place]) -> list[_Place]:
+    def _widened(text: str, places: Sequence[Match]) -> list[Match]:
         """Places of generated contents, with the whitespace and thinking around them where all of it is there."""
-        widened: list[_Place] = []
+        widened: list[Match] = []
         for i, place in enumerate(places):
             first, last = place.content.core_span
-            start = place.start - first
-            end = place.end + len(place.content.text) - last
+            whole = Match(place.start - first, place.end + len(place.content.text) - last, place.content)
             free_from = widened[-1].end if widened else 0
             free_to = places[i + 1].start if i + 1 < len(places) else len(text)
-            fits = free_from <= start and end <= free_to
-            if place.content.token_ids and fits and text[start:end] == place.content.text:
-                place = replace(place, start=start, end=end)
-            widened.append(place)
+            fits = free_from <= whole.start and whole.end <= free_to
+            there = fits and text[whole.start : whole.end] == place.content.text
+            widened.append(whole if place.content.token_ids and there else place)
         return widened
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
-    def _segmented_pieces(self, text: str, data: Sequence[tuple[int, int]], places: Sequence[_Place]) -> list[_Piece]:
+    def _segmented_pieces(self, text: str, data: Sequence[Span], places: Sequence[Match]) -> list[_Piece]:
         """Contents as their own ids, and the fixed text between them."""
         pieces: list[_Piece] = []
         at = 0
         for place in places:
             ids = self._ids_of(place.content, text[place.start : place.end])
             if ids is not None:
-                pieces += [_Piece(self._run(text, at, place.start, data).ids, None), _Piece(ids, place.content)]
+                pieces += [_Piece(self._run(text, at, place.start, data).ids), _Piece(ids, place.content)]
                 at = place.end
-        return [*pieces, _Piece(self._run(text, at, len(text), data).ids, None)]
+        return [*pieces, _Piece(self._run(text, at, len(text), data).ids)]
 
-    def _canonical_pieces(self, text: str, data: Sequence[tuple[int, int]], places: Sequence[_Place]) -> list[_Piece]:
+    def _canonical_pieces(self, text: str, data: Sequence[Span], places: Sequence[Match]) -> list[_Piece]:
         """The ordinary ids of the whole text, divided where tokens lie wholly within a content."""
         run = self._run(text, 0, len(text), data, offsets=True)
         if run.offsets is None:
-            return [_Piece(run.ids, None)]
+            return [_Piece(run.ids)]
         starts = [start for start, _ in run.offsets]
         ends = [end for _, end in run.offsets]
         pieces: list[_Piece] = []
@@ -232,11 +215,11 @@ class PromptBuilder:
             first = max(at, bisect_left(starts, place.start))
             last = bisect_right(ends, place.end)
             if first < last:
-                pieces += [_Piece(run.ids[at:first], None), _Piece(run.ids[first:last], place.content)]
+                pieces += [_Piece(run.ids[at:first]), _Piece(run.ids[first:last], place.content)]
                 at = last
-        return [*pieces, _Piece(run.ids[at:], None)]
+        return [*pieces, _Piece(run.ids[at:])]
 
-    def _run(self, text: str, start: int, end: int, data: Sequence[tuple[int, int]], *, offsets: bool = False) -> Run:
+    def _run(self, text: str, start: int, end: int, data: Sequence[Span], *, offsets: bool = False) -> Run:
         part = text[start:end]
         inside = tuple((max(s, start) - start, min(e, end) - start) for s, e in data if s < end and start < e)
         return self._runs.get(
@@ -294,12 +277,3 @@ class PromptBuilder:
         most = (MAX_SEGMENTS - 1) // 2
         lengths = sorted((len(piece.ids) for piece in pieces if piece.content is not None), reverse=True)
         return max(self._min_tokens, lengths[most] + 1 if len(lengths) > most else 0)
-
-
-def _cleaned(message: ChatMessage) -> ChatMessage:
-    """The message without halves of surrogate pairs, which no tokenizer takes."""
-    parts = (message.content, message.name, message.reasoning, message.tool_call_id, message.tool_calls)
-    content, name, reasoning, call_id, calls = (deep_map(part, clean_text) for part in parts)
-    return replace(
-        message, content=content, name=name, reasoning=reasoning, tool_call_id=call_id, tool_calls=tuple(calls)
-    )

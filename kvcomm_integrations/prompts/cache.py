@@ -1,4 +1,4 @@
-"""A small thread-safe cache that forgets what was used longest ago. Knows nothing about what it holds."""
+"""A small thread-safe cache that forgets what was used longest ago."""
 
 from __future__ import annotations
 

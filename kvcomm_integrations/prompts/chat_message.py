@@ -1,4 +1,4 @@
-"""Chat messages, and how to arrange them so that a strict chat template takes them. Knows no tokens, no sessions."""
+"""Chat messages, and how to arrange them so that a strict chat template takes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvcomm_integrations.errors import ConfigurationError
@@ -57,18 +57,30 @@ class ChatMessage:
 
     def core(self) -> tuple[int, int]:
         """``[start, end)`` of the content proper: without surrounding whitespace and an assistant's thinking."""
-        start = 0
-        if self.role == "assistant" and _THINK_END in self.content:
-            start = self.content.rindex(_THINK_END) + len(_THINK_END)
-        return core_span(self.content, start)
+        return core_span(self.content, thinking=self.role == "assistant")
+
+    def cleaned(self) -> ChatMessage:
+        """The message without halves of surrogate pairs, which no tokenizer takes."""
+        return replace(self, **{part.name: deep_map(getattr(self, part.name), clean_text) for part in fields(self)})
 
 
-def core_span(text: str, start: int = 0) -> tuple[int, int]:
-    """``[start, end)`` of ``text[start:]`` without surrounding whitespace; empty if there is nothing else."""
+def core_span(text: str, *, thinking: bool = False) -> tuple[int, int]:
+    """``[start, end)`` of ``text`` without surrounding whitespace; empty if there is nothing else.
+
+    Args:
+        text: any text.
+        thinking: leave out what precedes the last ``</think>``, too.
+    """
+    start = text.rindex(_THINK_END) + len(_THINK_END) if thinking and _THINK_END in text else 0
     end = len(text.rstrip())
     if end <= start:
         return start, start
     return len(text) - len(text[start:].lstrip()), end
+
+
+def response_name(agent: str) -> str:
+    """Placeholder name of an agent's answers."""
+    return f"agent:{agent}:response"
 
 
 def shared_name(message: ChatMessage, agent: str, tool_names: Mapping[str, str] | None = None) -> str:
@@ -83,9 +95,9 @@ def shared_name(message: ChatMessage, agent: str, tool_names: Mapping[str, str] 
         tool = message.name or (tool_names or {}).get(message.tool_call_id or "") or "tool"
         return f"tool:{tool}:result"
     if message.role == "assistant":
-        return f"agent:{message.name or agent}:response"
+        return response_name(message.name or agent)
     if message.name and message.name.lower() not in ("user", "human"):
-        return f"agent:{message.name}:response"
+        return response_name(message.name)
     return "user_question"
 
 
@@ -119,9 +131,9 @@ class Turn:
         object.__setattr__(self, "content", content)
         object.__setattr__(self, "offsets", tuple(offsets))
 
-    def to_dict(self, content: str | None = None) -> dict[str, Any]:
-        """The form chat templates read, with ``content`` in place of the turn's own if given."""
-        out = self.messages[0].to_dict(self.content if content is None else content)
+    def to_dict(self) -> dict[str, Any]:
+        """The form chat templates read."""
+        out = self.messages[0].to_dict(self.content)
         calls = [dict(call) for message in self.messages for call in message.tool_calls]
         return {**out, "role": self.role, **({"tool_calls": calls} if calls else {})}
 
@@ -170,19 +182,21 @@ def _merged(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 
 
 def _system_first(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
-    others = _merged([message for message in messages if message.role not in SYSTEM_ROLES])
+    system, others = _apart(messages)
     return (Turn(system, "system"), *others) if system else others
 
 
 def _system_in_user(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
-    others = _merged([message for message in messages if message.role not in SYSTEM_ROLES])
-    if not system:
-        return others
-    if others and others[0].role == "user":
+    system, others = _apart(messages)
+    if system and others and others[0].role == "user":
         return (Turn((*system, *others[0].messages), "user"), *others[1:])
-    return (Turn(system, "user"), *others)
+    return (Turn(system, "user"), *others) if system else others
+
+
+def _apart(messages: Sequence[ChatMessage]) -> tuple[tuple[ChatMessage, ...], tuple[Turn, ...]]:
+    """System messages, and turns of all others."""
+    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
+    return system, _merged([message for message in messages if message.role not in SYSTEM_ROLES])
 
 
 def with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the raw way. Knows tokenizers; no templates, no messages, no caches.
+"""Text to token ids and back, with one tokenizer.
 
 Three ways to encode are kept apart because they answer different questions:
 
@@ -22,7 +22,10 @@ from functools import cached_property
 from typing import Any
 
 Ids = tuple[int, ...]
-Offsets = tuple[tuple[int, int], ...]
+Span = tuple[int, int]
+Offsets = tuple[Span, ...]
+_Changes = Mapping[str, Mapping[str, Any] | None]
+"""Kind of a tokenizer's step to settings it gets; ``None`` drops the step."""
 
 _CONTROL_SHAPE = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
@@ -52,8 +55,8 @@ class Codec(ABC):
         """Ids as the model's tokenizer gives them, without BOS or EOS of its own."""
 
     @abstractmethod
-    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
-        """As ``whole``, with each token's character span; ``None`` if this tokenizer cannot tell."""
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets | None]:
+        """As ``whole``, with each token's character span if this tokenizer can tell."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
@@ -117,17 +120,15 @@ class FastCodec(Codec):
     def whole(self, text: str) -> Ids:
         return tuple(self._whole.encode(text, add_special_tokens=False).ids)
 
-    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets | None]:
         done = self._whole.encode(text, add_special_tokens=False)
         return tuple(done.ids), tuple(done.offsets)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        text: str = self._whole.decode(list(ids), skip_special_tokens=skip_special)
-        return text
+        return str(self._whole.decode(list(ids), skip_special_tokens=skip_special))
 
     def decode_exact(self, ids: Sequence[int]) -> str:
-        text: str = self._bare.decode(list(ids), skip_special_tokens=False)
-        return text
+        return str(self._bare.decode(list(ids), skip_special_tokens=False))
 
     def _plain(self, text: str, prefix: bool) -> Ids:
         backend = self._prefixed if prefix else self._bare
@@ -151,16 +152,15 @@ class SlowCodec(Codec):
     def whole(self, text: str) -> Ids:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def whole_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
-        return None
+    def whole_offsets(self, text: str) -> tuple[Ids, Offsets | None]:
+        return self.whole(text), None
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def decode_exact(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
-        )
+        decode = self._tokenizer.decode
+        return str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _plain(self, text: str, prefix: bool) -> Ids:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -195,46 +195,28 @@ def _load(spec: str, *, split: bool) -> Any:
 
 def _with_full_offsets(data: Mapping[str, Any]) -> dict[str, Any]:
     """The same tokenizer, whose offsets include a token's leading space."""
-
-    def change(step: dict[str, Any]) -> dict[str, Any] | None:
-        return {**step, "trim_offsets": False} if step["type"] == "ByteLevel" else step
-
-    return {
-        **data,
-        "pre_tokenizer": _rewrite(data.get("pre_tokenizer"), change),
-        "post_processor": _rewrite(data.get("post_processor"), change),
-    }
+    return _rewritten(data, ("pre_tokenizer", "post_processor"), {"ByteLevel": {"trim_offsets": False}})
 
 
 def _without_prefix(data: Mapping[str, Any]) -> dict[str, Any]:
     """The same tokenizer, which neither puts a space before a text nor takes one away when it decodes."""
-
-    def change(step: dict[str, Any]) -> dict[str, Any] | None:
-        if step["type"] in ("Prepend", "Strip"):
-            return None
-        if step["type"] == "Metaspace":
-            return {**step, "prepend_scheme": "never"}
-        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
-            return {**step, "add_prefix_space": False}
-        return step
-
-    def only(part: str, kinds: tuple[str, ...]) -> Any:
-        return _rewrite(data.get(part), lambda step: change(step) if step["type"] in kinds else step)
-
-    return {
-        **data,
-        "normalizer": only("normalizer", ("Prepend",)),
-        "pre_tokenizer": only("pre_tokenizer", ("Metaspace", "ByteLevel")),
-        "decoder": only("decoder", ("Metaspace", "Strip")),
-    }
+    never = {"Metaspace": {"prepend_scheme": "never"}}
+    data = _rewritten(data, ("normalizer",), {"Prepend": None})
+    data = _rewritten(data, ("pre_tokenizer",), {**never, "ByteLevel": {"add_prefix_space": False}})
+    return _rewritten(data, ("decoder",), {**never, "Strip": None})
 
 
-def _rewrite(step: Any, change: Any) -> Any:
-    """Apply ``change`` to one tokenizer step or to each of a sequence; steps it answers ``None`` for are dropped."""
-    if step is None:
+def _rewritten(data: Mapping[str, Any], parts: Iterable[str], changes: _Changes) -> dict[str, Any]:
+    """The same tokenizer with other settings for some kinds of step in some of its parts."""
+    return {**data, **{part: _changed(data.get(part), changes) for part in parts}}
+
+
+def _changed(step: Any, changes: _Changes) -> Any:
+    """One step or a sequence of steps with ``changes`` made; ``None`` if nothing is left."""
+    if step is None or (step["type"] in changes and changes[step["type"]] is None):
         return None
     if step["type"] != "Sequence":
-        return change(step)
+        return {**step, **(changes.get(step["type"]) or {})}
     key = next(k for k, v in step.items() if isinstance(v, list))
-    kept = [new for new in (_rewrite(inner, change) for inner in step[key]) if new is not None]
+    kept = [new for new in (_changed(inner, changes) for inner in step[key]) if new is not None]
     return {**step, key: kept} if kept else None

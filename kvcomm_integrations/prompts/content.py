@@ -1,4 +1,4 @@
-"""One shared content and what identifies it. Pure data; no tokenizer, no sessions, no messages."""
+"""One shared content and what identifies it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,4 @@ class Content:
     @cached_property
     def core_span(self) -> tuple[int, int]:
         """Where ``core`` stands in ``text``, characters."""
-        start = 0
-        if self.origin is Origin.GENERATED and "</think>" in self.text:
-            start = self.text.rindex("</think>") + len("</think>")
-        return core_span(self.text, start)
-
-
-def response_name(agent: str) -> str:
-    """Placeholder name of an agent's answers."""
-    return f"agent:{agent}:response"
+        return core_span(self.text, thinking=self.origin is Origin.GENERATED)

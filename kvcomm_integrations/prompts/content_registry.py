@@ -1,4 +1,4 @@
-"""What a session's agents share: contents by id and by text. Knows texts and token ids; no messages, no template.
+"""What a session's agents share: contents by id and by text.
 
 Bounded in every direction, and never shared between sessions: give each tenant its own session keys.
 """
@@ -12,8 +12,8 @@ from threading import RLock
 
 from kvcomm_integrations.forks import watch
 from kvcomm_integrations.ids import content_id
-from kvcomm_integrations.prompts.chat_message import clean_text
-from kvcomm_integrations.prompts.content import Content, Origin, response_name
+from kvcomm_integrations.prompts.chat_message import clean_text, response_name
+from kvcomm_integrations.prompts.content import Content, Origin
 from kvcomm_integrations.prompts.matching import ContentIndex, Match, Part, index_bytes
 
 __all__ = ["Content", "ContentRegistry", "Origin", "content_id", "response_name"]
@@ -26,7 +26,13 @@ class _Session:
     by_core: dict[str, list[Content]] = field(default_factory=dict)
     index: ContentIndex = field(default_factory=ContentIndex)
     layouts: OrderedDict[Hashable, tuple[tuple[int, int, str], ...]] = field(default_factory=OrderedDict)
+    """How messages were divided: spans and ids of contents."""
     bytes: int = 0
+
+    def touch(self, identity: str) -> Content:
+        """The content of an id that is held; from now on the most recently used one."""
+        self.by_id.move_to_end(identity)
+        return self.by_id[identity]
 
 
 class ContentRegistry:
@@ -87,14 +93,10 @@ class ContentRegistry:
         content = Content(content_id(ids, name, text, "" if ids else "text"), name, text, ids, origin)
         with self._lock:
             state = self._open(session)
-            held = state.by_id.get(content.id)
-            if held is not None:
-                state.by_id.move_to_end(content.id)
-                return held
-            if not content.core:
-                return content
+            if content.id in state.by_id:
+                return state.touch(content.id)
             size = _size(content)
-            if size > self._max_session_bytes:
+            if not content.core or size > self._max_session_bytes:
                 return content
             state.by_id[content.id] = content
             if origin is not Origin.SOURCE:
@@ -124,67 +126,54 @@ class ContentRegistry:
         """The content of that id; ``None`` if this session does not hold it."""
         with self._lock:
             state = self._peek(session)
-            content = state.by_id.get(segment_id) if state else None
-            if state and content:
-                state.by_id.move_to_end(segment_id)
-            return content
+            return state.touch(segment_id) if segment_id in state.by_id else None
 
     def find_text(self, session: str, core: str, name: str | None = None) -> Content | None:
         """The content that says exactly ``core``: preferably the one of that name, else the newest."""
         with self._lock:
             state = self._peek(session)
-            found = state.by_core.get(core) if state else None
-            if not state or not found:
-                return None
-            content = next((c for c in reversed(found) if c.name == name), found[-1])
-            state.by_id.move_to_end(content.id)
-            return content
+            found = state.by_core.get(core)
+            return state.touch(next((c for c in reversed(found) if c.name == name), found[-1]).id) if found else None
 
     def search(self, session: str, text: str, start: int, end: int, accept: Callable[[Content], bool]) -> list[Match]:
         """Known contents within ``text[start:end]``, longest first, non-overlapping, in text order."""
         with self._lock:
             state = self._peek(session)
-            if state is None:
-                return []
             matches = state.index.find(text, start, end, accept)
             for match in matches:
-                state.by_id.move_to_end(match.content.id)
+                state.touch(match.content.id)
             return matches
 
     def search_parts(self, session: str, text: str, start: int, end: int) -> list[Part]:
         """Lines within ``text[start:end]`` that an earlier message of the session has too."""
         with self._lock:
-            state = self._peek(session)
-            return state.index.find_parts(text, start, end) if state else []
+            return self._peek(session).index.find_parts(text, start, end)
 
     def contents(self, session: str) -> tuple[Content, ...]:
         """All contents of a session, least recently used first."""
         with self._lock:
-            state = self._sessions.get(session)
-            return tuple(state.by_id.values()) if state else ()
+            return tuple(self._sessions.get(session, _Session()).by_id.values())
 
     # --- layouts: how a message was divided the first time ------------------------------------------------------------
 
-    def layout(self, session: str, key: Hashable) -> tuple[tuple[int, int, Content], ...] | None:
+    def layout(self, session: str, key: Hashable) -> tuple[Match, ...] | None:
         """How a message was divided before; ``None`` if it is new or one of its contents is gone."""
         with self._lock:
             state = self._peek(session)
-            spans = state.layouts.get(key) if state else None
-            if state is None or spans is None:
+            spans = state.layouts.get(key)
+            if spans is None:
                 return None
             if any(identity not in state.by_id for _, _, identity in spans):
                 del state.layouts[key]
                 return None
             state.layouts.move_to_end(key)
-            for _, _, identity in spans:
-                state.by_id.move_to_end(identity)
-            return tuple((start, end, state.by_id[identity]) for start, end, identity in spans)
+            return tuple(Match(start, end, state.touch(identity)) for start, end, identity in spans)
 
-    def remember_layout(self, session: str, key: Hashable, spans: Sequence[tuple[int, int, Content]]) -> None:
+    def remember_layout(self, session: str, key: Hashable, layout: Sequence[Match]) -> None:
         """Divide that message the same way when it comes again: same tokens, so that the exact prefix cache hits."""
         with self._lock:
             state = self._open(session)
-            state.layouts[key] = tuple((start, end, content.id) for start, end, content in spans)
+            state.layouts[key] = tuple((start, end, content.id) for start, end, content in layout)
             while len(state.layouts) > 4 * self._max_contents:
                 state.layouts.popitem(last=False)
 
@@ -206,18 +195,18 @@ class ContentRegistry:
         """Number of sessions held."""
         return len(self._sessions)
 
-    def _peek(self, session: str) -> _Session | None:
-        state = self._sessions.get(session)
-        if state is not None:
-            self._sessions.move_to_end(session)
-        return state
+    def _peek(self, session: str) -> _Session:
+        """The session, most recently used from now on; an empty one that is not kept if it is not known."""
+        if session not in self._sessions:
+            return _Session()
+        self._sessions.move_to_end(session)
+        return self._sessions[session]
 
     def _open(self, session: str) -> _Session:
-        state = self._peek(session)
-        if state is None:
-            state = self._sessions[session] = _Session()
+        if session not in self._sessions:
+            self._sessions[session] = _Session()
             self._shrink(keep=session)
-        return state
+        return self._peek(session)
 
     def _account(self, state: _Session, size: int) -> None:
         state.bytes += size

@@ -1,13 +1,11 @@
-"""Encodes the text between contents: template text, with whatever data stands in it. Knows a codec; no messages."""
+"""Encodes the text between contents: template text, with whatever data stands in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcomm_integrations.prompts.codec import Codec, Ids, Offsets
-
-Span = tuple[int, int]
+from kvcomm_integrations.prompts.codec import Codec, Ids, Offsets, Span
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,15 @@ def _encode(codec: Codec, text: str, pieces: Sequence[tuple[int, int, str]], off
         if start >= end:
             continue
         piece = text[start:end]
-        where: Sequence[Span] | None
-        if kind == "control":
-            got: Ids = (codec.control[piece].id,)
-            where = [(0, end - start)]
-        elif kind == "whole" and places is not None:
-            found = codec.whole_offsets(piece)
-            got, where = found if found else (codec.whole(piece), None)
-        elif kind == "whole":
-            got, where = codec.whole(piece), None
+        if kind == "whole":
+            got, where = codec.whole_offsets(piece) if places is not None else (codec.whole(piece), None)
         else:
-            got = codec.plain(piece, prefix=kind == "prefixed")
-            where = [(0, end - start)] * len(got)
+            control = kind == "control"
+            got = (codec.control[piece].id,) if control else codec.plain(piece, prefix=kind == "prefixed")
+            where = ((0, end - start),) * len(got)
         ids += got
         if where is None:
             places = None
         elif places is not None:
-            places += where if start == 0 else [(start + a, start + b) for a, b in where]
+            places += [(start + first, start + last) for first, last in where]
     return Run(tuple(ids), None if places is None else tuple(places))

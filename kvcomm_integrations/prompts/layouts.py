@@ -1,4 +1,4 @@
-"""Decides which parts of a message are shared contents, and makes new ones known. Knows messages and contents only."""
+"""Decides which parts of a message are shared contents, and makes new ones known."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvcomm_integrations.prompts.matching import (
     occurrences,
 )
 
-Layout = Sequence[tuple[int, int, Content]]
-"""``(start, end, content)``, characters of a message's content, in order."""
+Layout = Sequence[Match]
+"""Where contents stand in a message's content, characters, in order."""
 
 _PART = ":part"
 
@@ -58,10 +58,11 @@ class LayoutFinder:
             return ()
         name = None if message.role in SYSTEM_ROLES else shared_name(message, agent, tool_names)
         key = _key(message, name, explicit)
-        layout: Layout | None = self._registry.layout(session, key)
-        if layout is None:
-            layout = self._divide(message, start, end, session, name, explicit)
-            self._registry.remember_layout(session, key, layout)
+        remembered = self._registry.layout(session, key)
+        if remembered is not None:
+            return remembered
+        layout = self._divide(message, start, end, session, name, explicit)
+        self._registry.remember_layout(session, key, layout)
         return layout
 
     def _divide(
@@ -71,30 +72,29 @@ class LayoutFinder:
         core = text[start:end]
         whole = self._known(session, core, message.segment_id, name, explicit)
         if whole is not None:
-            return [(start, end, whole)]
+            return [Match(start, end, whole)]
         named = [
             m for c in explicit if self._count(c.core) >= self._min_tokens for m in occurrences(text, start, end, c)
         ]
-        matches = longest_first(self._registry.search(session, text, start, end, self._is_long), longest_first(named))
+        known = self._registry.search(session, text, start, end, lambda c: self._count(c.core) >= MIN_TOKENS)
+        matches = longest_first(known, longest_first(named))
         if name is not None:
             matches = longest_first(self._shared_lines(session, text, gaps(start, end, matches)), matches)
             if not matches:
-                return [(start, end, self._registry.register(session, name, core, origin=Origin.DISCOVERED))]
+                return [Match(start, end, self._registry.register(session, name, core, origin=Origin.DISCOVERED))]
             if any(b - a >= MIN_PART_CHARACTERS for a, b in gaps(start, end, matches)):
                 self._registry.register(session, name, core, origin=Origin.SOURCE)
-        return [(m.start, m.end, m.content) for m in matches]
+        return matches
 
     def _known(
         self, session: str, core: str, segment_id: str | None, name: str | None, explicit: Sequence[Content]
     ) -> Content | None:
         """The content a message consists of: named by the caller, by its id, or by what it says."""
-        for content in explicit:
-            if content.core == core:
-                return content
-        content_by_id = self._registry.lookup(session, segment_id) if segment_id else None
-        if content_by_id is not None and content_by_id.core == core:
-            return content_by_id
-        return self._registry.find_text(session, core, name)
+        for named in explicit:
+            if named.core == core:
+                return named
+        content = self._registry.lookup(session, segment_id) if segment_id else None
+        return content if content and content.core == core else self._registry.find_text(session, core, name)
 
     def _shared_lines(self, session: str, text: str, free: Sequence[tuple[int, int]]) -> list[Match]:
         """Runs of lines that an earlier message has too; each becomes a content of its own."""
@@ -108,9 +108,6 @@ class LayoutFinder:
 
     def _part(self, session: str, source: Content, text: str) -> Content:
         return self._registry.register(session, source.name.removesuffix(_PART) + _PART, text, origin=Origin.PART)
-
-    def _is_long(self, content: Content) -> bool:
-        return self._count(content.core) >= MIN_TOKENS
 
 
 def _key(message: ChatMessage, name: str | None, explicit: Sequence[Content]) -> Hashable:

@@ -1,4 +1,4 @@
-"""Finds known contents inside message texts. Knows texts and contents; no messages, no tokens, no template.
+"""Finds known contents inside message texts.
 
 A text is scanned once, however many contents are known. Every content is indexed under the ``GRAM`` substrings of
 ``GRAM`` characters that start in its first ``GRAM`` characters; an occurrence of it then holds one of them at a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcomm_integrations.prompts.content import Content
 
@@ -28,8 +28,7 @@ MAX_ALIKE = 64
 """Messages that may share a line; of more, the newest are searched."""
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """``content`` stands at ``[start, end)`` of a text, characters."""
 
     start: int
@@ -37,8 +36,7 @@ class Match:
     content: Content
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """``[start, end)`` of a text also stands, line by line, in ``source``: not a content of its own yet."""
 
     start: int

@@ -1,4 +1,4 @@
-"""Finds out where contents end up in a rendered prompt, whatever the template does to them. Knows texts only.
+"""Finds out where contents end up in a rendered prompt, whatever the template does to them.
 
 The messages are rendered twice: once as they are, once with *nonce brackets* (random letters and digits) around each
 content of interest. If taking the nonces out again gives the first rendering to the letter, they mark where the
@@ -13,7 +13,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Span = tuple[int, int]
+from kvcomm_integrations.prompts.codec import Span
+
 RenderContents = Callable[[Sequence[str]], str]
 """Renders the conversation with these contents in place of the messages' own. May raise ``TemplateRefusal``."""
 
@@ -50,34 +51,23 @@ def locate(
     """
     nonce = _nonce(text)
     marks = re.compile(nonce + r"([be])([0-9a-f]{5})x([0-9a-f]{5})z")
-
-    accepted: list[int] = []
+    accepted: set[int] = set()
     found: list[Located] = []
-
-    def attempt(messages: Sequence[int]) -> list[Located] | None:
-        chosen = set(messages)
-        bracketed = [
-            _bracket(content, spans[i], nonce, i) if i in chosen else content for i, content in enumerate(contents)
-        ]
+    wanted = [message for message, own in enumerate(spans) if own]
+    waiting = [wanted] if wanted else []
+    while waiting:
+        messages = waiting.pop()
+        chosen = accepted.union(messages)
+        bracketed = [_bracket(c, spans[i], nonce, i) if i in chosen else c for i, c in enumerate(contents)]
         try:
-            marked = render(bracketed)
+            result = _read_marks(render(bracketed), marks, text)
         except TemplateRefusal:
-            return None
-        return _read_marks(marked, marks, text)
-
-    def solve(messages: Sequence[int]) -> None:
-        nonlocal accepted, found
-        if not messages:
-            return
-        result = attempt([*accepted, *messages])
+            result = None
         if result is not None:
-            accepted, found = [*accepted, *messages], result
+            accepted, found = chosen, result
         elif len(messages) > 1:
             half = len(messages) // 2
-            solve(messages[:half])
-            solve(messages[half:])
-
-    solve([i for i, wanted in enumerate(spans) if wanted])
+            waiting += [messages[half:], messages[:half]]
     return [
         place
         for place in found

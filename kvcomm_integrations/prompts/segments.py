@@ -1,10 +1,11 @@
-"""A segmented prompt: token ids plus the spans they divide into. Pure data; no tokenizer, no template, no framework."""
+"""A segmented prompt: token ids, and the spans they divide into."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from kvcomm_integrations.wire import KVCommParams, Mode, Segment
+from kvcomm_integrations.wire import KVCommParams, Segment
 
 
 @dataclass(frozen=True)
@@ -16,23 +17,6 @@ class SegmentedPrompt:
     text: str = ""
     """The rendered prompt, for display."""
 
-    def params(
-        self,
-        *,
-        agent: str = "default",
-        session: str = "default",
-        tenant: str = "default",
-        response_name: str | None = None,
-        mode: Mode = Mode.AUTO,
-        policy: str | None = None,
-    ) -> KVCommParams:
-        """The wire parameters for this prompt."""
-        return KVCommParams(
-            agent=agent,
-            session=session,
-            tenant=tenant,
-            segments=self.segments,
-            response_name=response_name,
-            mode=mode,
-            policy=policy,
-        )
+    def params(self, **fields: Any) -> KVCommParams:
+        """The wire parameters for this prompt; ``fields`` are the others of ``KVCommParams``: ``agent``, ``mode``..."""
+        return KVCommParams(segments=self.segments, **fields)

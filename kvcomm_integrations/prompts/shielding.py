@@ -1,4 +1,4 @@
-"""Keeps control tokens written in data apart from those the template writes. Knows texts only.
+"""Keeps control tokens written in data apart from those the template writes.
 
 Before rendering, every control token found in the data is *shielded*: moved, character by character, into a private
 Unicode plane. Afterwards whatever stands there is known to be data, moved back, and its place remembered. Lengths do

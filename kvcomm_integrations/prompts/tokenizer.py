@@ -1,7 +1,4 @@
-"""A model's tokenizer and chat template behind one small interface. Knows chat dicts; no sessions, no segments.
-
-``transformers`` is imported when a tokenizer is loaded, not before.
-"""
+"""A model's tokenizer and chat template behind one small interface."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import hashlib
 import json
 import os
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 from kvcomm_integrations.prompts.cache import BoundedCache
 from kvcomm_integrations.prompts.chat_message import with_parsed_arguments
-from kvcomm_integrations.prompts.codec import Codec, FastCodec, Ids, Offsets, SlowCodec
+from kvcomm_integrations.prompts.codec import Codec, FastCodec, Ids, SlowCodec
 
 _CACHE_CHARACTERS = 16 << 20
 
@@ -100,10 +98,6 @@ class ChatTokenizer:
         """``encode(text, allow_special=False)``, cached."""
         return self._encodings.get(("plain", text), len(text), lambda: self.codec.plain(text))
 
-    def encode_with_offsets(self, text: str) -> tuple[Ids, Offsets] | None:
-        """As ``encode_whole``, with each token's character span; ``None`` if the tokenizer cannot tell."""
-        return self.codec.whole_offsets(text)
-
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``, as the model's tokenizer shows it; incomplete characters come out as U+FFFD."""
         return self.codec.decode(ids, skip_special=skip_special)
@@ -131,14 +125,11 @@ class ChatTokenizer:
         return part if self.spells(part, text[start:end]) else None
 
     def _cut(self, ids: Sequence[int], text: str, at: int) -> int | None:
-        low, high = (len(ids), len(ids)) if at == len(text) else (0, len(ids) if at else 0)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self.codec.decode_exact(ids[:middle])) < at:
-                low = middle + 1
-            else:
-                high = middle
-        return low if at in (0, len(text)) or self.codec.decode_exact(ids[:low]) == text[:at] else None
+        """Number of tokens that spell ``text[:at]``; ``None`` if ``at`` lies within one."""
+        if at in (0, len(text)):
+            return len(ids) if at == len(text) else 0
+        count = bisect_left(range(len(ids)), at, key=lambda count: len(self.codec.decode_exact(ids[:count])))
+        return count if self.codec.decode_exact(ids[:count]) == text[:at] else None
 
     def count(self, text: str) -> int:
         """Number of tokens of ``text`` as content of a message."""
