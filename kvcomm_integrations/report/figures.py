@@ -1,4 +1,4 @@
-"""The numbers behind the report: sums, medians, edges. No markup."""
+"""The numbers behind the report: sums, medians, edges."""
 
 from __future__ import annotations
 
