@@ -6,13 +6,9 @@ The forecast uses the engine's own planning, without an engine: it needs a token
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
 from rich.text import Text
 
@@ -22,162 +18,20 @@ from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.planning.forecast import PlanForecast
 from kvcomm_integrations.prompts.builder import PromptBuilder
-from kvcomm_integrations.prompts.chat_message import ChatMessage, clean_text
+from kvcomm_integrations.prompts.chat_message import clean_text
 from kvcomm_integrations.prompts.content_registry import ContentRegistry, response_name
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.report.chat_file import Chat, read_chat, read_report
+from kvcomm_integrations.report.words import STYLES, visible
 from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
 
-STYLES = {"exact": "green", "loaded": "cyan", "repaired": "yellow", "computed": "red"}
-"""What can become of a token, and its colour."""
 LEGEND = {
     "exact": "from the prefix cache, or a copy of the beginning of an earlier prompt",
     "loaded": "from another agent's cache, corrected",
     "repaired": "computed by the repair pass, over what was loaded",
     "computed": "by vLLM's own forward pass",
 }
-_ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "developer": "system", "function": "tool"}
 _SESSION = "explained"
-_PICTURES = 0x2400
-"""Start of Unicode's pictures of control characters."""
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class _Message(BaseModel):
-    """One message of a file, in OpenAI's form or as LangChain dumps it."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    role: str
-    content: str = ""
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
-    tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _either_form(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("data"), dict):
-            value = {"type": value.get("type"), **value["data"]}
-        role = value.get("role", value.get("type"))
-        return {**{k: v for k, v in value.items() if v is not None}, "role": _ROLES.get(str(role), role)}
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"{role!r} is unknown; use system, user, assistant or tool")
-        return role
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_of_blocks(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        return "".join(part if isinstance(part, str) else _block_text(part) for part in content)
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _named_calls(cls, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for call in calls:
-            function = call.get("function", call)
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise ValueError(f"tool call {call!r} has no name")
-        return calls
-
-    def to_chat_message(self) -> ChatMessage:
-        """The form prompts are built from."""
-        calls = tuple(call if "function" in call else _openai_call(call) for call in self.tool_calls)
-        return ChatMessage(self.role, self.content, self.name, calls, self.tool_call_id)
-
-
-def _block_text(block: Any) -> str:
-    if not isinstance(block, dict):
-        raise ValueError(f"content block {block!r} is neither text nor an object")
-    return str(block.get("text") or "")
-
-
-def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call.get("name", ""), "arguments": call.get("args", {})}
-    return {"id": call.get("id") or "", "type": "function", "function": function}
-
-
-class _File(BaseModel):
-    """A prompt as a file says it: ``{"messages": [...]}``, or the bare list."""
-
-    messages: list[_Message] = Field(min_length=1)
-    agent: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    answer: str | None = None
-
-
-@dataclass(frozen=True)
-class Chat:
-    """One prompt of one agent."""
-
-    agent: str
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    answer: str | None = None
-    """What the agent answered, if that is known."""
-
-
-def read_chat(path: Path, agent: str | None = None) -> Chat:
-    """Read a prompt from JSON: a list of messages, or an object with ``messages`` and maybe ``agent, tools, answer``.
-
-    Args:
-        path: the file.
-        agent: whose prompt it is; ``None``: the file's ``agent``, else the file's name without suffix.
-
-    Raises:
-        ConfigurationError: the file cannot be read or holds something else.
-    """
-    data = _read_json(path)
-    try:
-        file = _File.model_validate({"messages": data} if isinstance(data, list) else data)
-    except ValidationError as err:
-        raise ConfigurationError(f"{path} holds no messages: {_first(err)}") from err
-    messages = tuple(message.to_chat_message() for message in file.messages)
-    return Chat(agent or file.agent or path.stem, messages, tuple(file.tools or ()), file.answer)
-
-
-def read_report(path: Path) -> RequestReport:
-    """Read a finished run's report from JSON, by itself or inside a message's ``response_metadata``.
-
-    Raises:
-        ConfigurationError: the file cannot be read or holds no report.
-    """
-    data = _read_json(path)
-    for key in ("response_metadata", "kvcomm", "report"):
-        if isinstance(data, dict) and isinstance(data.get(key), dict):
-            data = data[key]
-    if not isinstance(data, dict) or "segments" not in data:
-        raise ConfigurationError(
-            f"{path} holds no report: an object with 'segments' is needed, as in model.last_report"
-        )
-    try:
-        return RequestReport.model_validate(data)
-    except ValidationError as err:
-        raise ConfigurationError(f"{path} holds no report: {_first(err)}") from err
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as err:
-        raise ConfigurationError(
-            f"{path} is not valid JSON at line {err.lineno}, column {err.colno}: {err.msg}"
-        ) from err
-    except (OSError, UnicodeDecodeError, RecursionError) as err:
-        raise ConfigurationError(f"{path} cannot be read: {err}") from err
-
-
-def _first(err: ValidationError) -> str:
-    first = err.errors(include_input=False, include_url=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'file'}: {first['msg']}"
 
 
 # --- forecasting -----------------------------------------------------------------------------------------------------
@@ -244,7 +98,7 @@ def show(
         planned: it is a forecast, not the report of a finished run.
     """
     report = explanation.report
-    summary = Text(f"Prompt of {_visible(report.agent)}: {report.prompt_tokens} tokens = ", style="bold")
+    summary = Text(f"Prompt of {visible(report.agent)}: {report.prompt_tokens} tokens = ", style="bold")
     console.print(summary + Text(" + ").join(_count(kind, getattr(report, kind)) for kind in STYLES))
     if report.reason:
         console.print(Text(f"Nothing is loaded: {report.reason}" if not report.loaded else report.reason))
@@ -278,17 +132,17 @@ def _parts(tokenizer: ChatTokenizer, ids: Sequence[int], segment: SegmentReport)
 def _heading(segment: SegmentReport) -> Text:
     fixed = segment.kind is SegmentKind.FIXED
     heading = Text("── ", style="dim") + Text(
-        "fixed text" if fixed else _visible(segment.name), style="dim" if fixed else "bold magenta"
+        "fixed text" if fixed else visible(segment.name), style="dim" if fixed else "bold magenta"
     )
     heading.append(f" · {segment.end - segment.start} tokens · ")
     counts = {kind: _count(kind, n) for kind in STYLES if (n := getattr(segment, kind))}
     if segment.source and "loaded" in counts:
-        counts["loaded"].append(f" from {_visible(segment.source)}")
+        counts["loaded"].append(f" from {visible(segment.source)}")
     heading.append_text(Text(", ").join(counts.values()))
     if segment.confidence is not None:
         heading.append(f" · confidence {segment.confidence:.2f}")
     if segment.reason:
-        heading.append(f" · {_visible(segment.reason)}", style="italic")
+        heading.append(f" · {visible(segment.reason)}", style="italic")
     if segment.edge is not None:
         heading.append(f"\n   {_edge(segment.edge, segment.examples)}", style="dim")
     return heading
@@ -301,30 +155,19 @@ def _edge(edge: EdgeReport, examples: int) -> str:
         told.append(f"last audit {edge.divergence:.3g} nats")
     if edge.divergence_low is not None and edge.divergence_high is not None:
         told.append(f"mean of {edge.audits} audits {edge.divergence_low:.3g} to {edge.divergence_high:.3g}")
-    return _visible(" · ".join([*told, f"{edge.health}: {edge.why}"]))
+    return visible(" · ".join([*told, f"{edge.health}: {edge.why}"]))
 
 
 def _body(segment: SegmentReport, parts: Iterable[tuple[str, str]]) -> Text:
     extra = " dim" if segment.kind is SegmentKind.FIXED else ""
     body = Text()
     for kind, text in parts:
-        body.append(_visible(text), style=STYLES[kind] + extra)
+        body.append(visible(text), style=STYLES[kind] + extra)
     return body
 
 
 def _count(kind: str, count: int) -> Text:
     return Text(f"{count} {kind}", style=STYLES[kind])
-
-
-def _visible(text: str) -> str:
-    """``text`` with control characters as pictures: a terminal must not obey what a message says."""
-    return clean_text("".join(_picture(c) for c in text))
-
-
-def _picture(character: str) -> str:
-    if character < " " and character not in "\n\t":
-        return chr(_PICTURES + ord(character))
-    return "\ufffd" if "\x7f" <= character <= "\x9f" else character
 
 
 # --- kvcomm explain --------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.report.explain import Chat, Explanation, Forecast, beside, read_chat, read_report, show
+from kvcomm_integrations.report.chat_file import Chat, read_chat, read_report
+from kvcomm_integrations.report.explain import Explanation, Forecast, beside, show
 from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
 
 TEMPLATE = (
