@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from kvcomm_integrations.chat.detect import tool_format_for
 from kvcomm_integrations.doctor.finding import Finding, bad, good, skipped
+from kvcomm_integrations.engines.model_support import read_config, unsupported_model
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.prompts.builder import PromptBuilder
 from kvcomm_integrations.prompts.chat_message import ChatMessage
@@ -24,11 +20,8 @@ def attention(model: str) -> Finding:
     """Whether the model's attention is of the kind whose KV can be reused, as far as its configuration tells."""
     config = read_config(model)
     if config is None:
-        return skipped(
-            "Attention",
-            f"{model} is not a local folder with a config.json; the engine's start will tell",
-        )
-    reason = unsupported(config)
+        return skipped("Attention", f"{model} has no config.json on this machine; the engine's start will tell")
+    reason = unsupported_model(config)
     if reason:
         return bad(
             "Attention",
@@ -36,28 +29,6 @@ def attention(model: str) -> Finding:
             "use a model with full attention, such as Llama, Qwen2.5, Qwen3 or SmolLM2",
         )
     return good("Attention", f"full attention ({config.get('model_type', 'unknown type')})")
-
-
-def read_config(model: str) -> dict[str, Any] | None:
-    """A local model's configuration, or ``None``."""
-    try:
-        found = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def unsupported(config: Mapping[str, Any]) -> str:
-    """Why a model of this configuration would be served densely; empty if nothing speaks against reuse."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-    if text.get("kv_lora_rank"):
-        return "multi-head latent attention (MLA)"
-    if text.get("sliding_window") and text.get("use_sliding_window", True):
-        return f"sliding window of {text['sliding_window']} tokens"
-    kinds = set(text.get("layer_types") or ())
-    if len(kinds) > 1 or kinds & {"sliding_attention", "chunked_attention", "linear_attention", "mamba"}:
-        return f"hybrid attention ({', '.join(sorted(kinds))})"
-    return ""
 
 
 def tokenizer(model: str) -> list[Finding]:

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from kvcomm_integrations.config import Isolation, ReuseConfig
 from kvcomm_integrations.engines import vllm_args
+from kvcomm_integrations.engines.model_support import read_config, unsupported_model, unsupported_option
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE, LIVE_VARIABLE
 from kvcomm_integrations.serve.tenants import read_keys
@@ -34,6 +36,8 @@ class Launch:
     """Where it can be reached from this machine."""
     key: str = ""
     """An API key that it accepts; empty if it needs none."""
+    dense: str = ""
+    """Why it will reuse nothing, as far as that can be told before it is started."""
 
 
 def launch(
@@ -81,6 +85,10 @@ def launch(
     defaults = _defaults("cpu" in distribution + number, options)
     connector = ["--kv-transfer-config", json.dumps(vllm_args.connector_config(config))]
     connector += ["--worker-extension-cls", vllm_args.WORKER_EXTENSION, "--middleware", MIDDLEWARE]
+    dense = unsupported_option(partial(given, options))
+    if not dense and given(options, "hf-overrides") is None:
+        window = given(options, "disable-sliding-window") is None
+        dense = unsupported_model(read_config(model, given(options, "revision")) or {}, sliding_window=window)
     scheme = "https" if given(options, "ssl-certfile") else "http"
     reachable = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     return Launch(
@@ -89,6 +97,7 @@ def launch(
         model,
         f"{scheme}://{reachable}:{port}",
         keys[0] if keys else given(options, "api-key") or os.environ.get("VLLM_API_KEY", ""),
+        dense,
     )
 
 
@@ -138,10 +147,9 @@ def _reuse_config(text: str) -> ReuseConfig:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the value"
-        raise ConfigurationError(
-            f"--reuse {text!r} is not valid at {where}: {first['msg']}; it is a JSON object of reuse settings, such as "
-            '\'{"policy": "ridge"}\''
-        ) from error
+        message = f"--reuse {text!r} is not valid at {where}: {first['msg']}"
+        hint = """it is a JSON object of reuse settings, such as '{"policy": "ridge"}'"""
+        raise ConfigurationError(f"{message}; {hint}") from error
 
 
 def _check_model(model: str) -> None:
@@ -165,8 +173,6 @@ def _address(options: Sequence[str]) -> tuple[str, int]:
         try:
             probe.bind((host, int(port)))
         except OSError as error:
-            where = f"{host or 'any address'}, port {port}"
-            raise ConfigurationError(
-                f"the server cannot listen on {where}: {error.strerror}; choose another with --port"
-            ) from error
+            message = f"the server cannot listen on {host or 'any address'}, port {port}: {error.strerror}"
+            raise ConfigurationError(f"{message}; choose another with --port") from error
     return host, int(port)

@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 import threading
-from types import FrameType
 
 import httpx
 
@@ -28,12 +27,11 @@ def run_serve(args: argparse.Namespace) -> int:
     )  # fmt: skip
     output = _Output(args.verbose)
     server = Supervisor(found, output.show)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.stop()
-
-    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    previous = {number: signal.signal(number, lambda *_: server.stop()) for number in SIGNALS}
     try:
+        if found.dense:
+            hint = "" if args.allow_dense else "; without --allow-dense the server will be stopped once it is loaded"
+            print(f"kvcomm: {args.model} will run without reuse: {found.dense}{hint}", file=sys.stderr, flush=True)
         print(f"kvcomm: starting vLLM with {args.model} ...", file=sys.stderr, flush=True)
         try:
             server.start(args.start_timeout)

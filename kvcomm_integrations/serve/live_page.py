@@ -1,4 +1,4 @@
-"""The live page of a served engine: its latest requests, whoever sent them. Off unless ``KVCOMM_LIVE=1`` is set."""
+"""The live page of a served engine: its latest requests, of all clients. Off unless ``KVCOMM_LIVE=1`` is set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LiveRoute:
         return self.enabled and route(scope) in (PATH, f"{PATH}/", f"{PATH}/panels", f"{PATH}/data")
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Show the page to this machine, and to nobody behind a proxy."""
+        """Show the page to this machine only, and not through a proxy."""
         headers = Headers(scope=scope)
         proxied = any(headers.get(name) for name in _FORWARDED)
         page: ASGIApp = refusal(403, "this page is for the server's own machine") if proxied else self._page

@@ -26,7 +26,7 @@ from kvcomm_integrations.serve.live_page import LiveRoute
 from kvcomm_integrations.serve.names import KEY_VARIABLE, STATE_PATH
 from kvcomm_integrations.serve.operator_key import OperatorKey
 from kvcomm_integrations.serve.reports import reporting, watch
-from kvcomm_integrations.serve.routes import CREATE_RESPONSE, RESPONSE, Access, access_to
+from kvcomm_integrations.serve.routes import CREATE_RESPONSE, Access, access_to
 from kvcomm_integrations.serve.state_routes import StateRoutes
 from kvcomm_integrations.serve.tenants import RefusedError, Tenants, divided, response_id, salt_of
 from kvcomm_integrations.wire import INFO_PATH, TOKENIZER_PATH, WIRE_KEY
@@ -106,7 +106,7 @@ class KVCommMiddleware:
         return tenant
 
     async def _tell(self, request: Request, send: Send) -> None:
-        """Answer in place of vLLM's list of models, so that whoever may not see that list sees nothing here."""
+        """Answer a client to which vLLM would show its list of models; pass vLLM's refusal on to any other."""
         status = 0
 
         async def pass_refusals(message: Message) -> None:
@@ -118,18 +118,15 @@ class KVCommMiddleware:
         await self._app(with_route(request.scope, "/v1/models"), request.receive, pass_refusals)
         if status == 200:
             client = request.app.state.engine_client
-            if route(request.scope) == INFO_PATH:
-                content = await describe(client, self._tenants)
-            else:
-                content = await run_in_threadpool(tokenizer_files, client)
-            await answer(request, send, JSONResponse(content))
+            info = route(request.scope) == INFO_PATH
+            content = describe(client, self._tenants) if info else run_in_threadpool(tokenizer_files, client)
+            await answer(request, send, JSONResponse(await content))
 
     async def _pass_on(self, tenant: str | None, access: Access, request: Request, send: Send) -> None:
         """Have vLLM answer a request, a tenant's with its body rewritten; add a report to streams that ask for one."""
         raw = await read_body(request)
         if tenant is not None or f'"{WIRE_KEY}"'.encode() in raw:
-            body = _read_object(request, raw)
-            params = _ours(body)
+            body, params = _read_object(request, raw)
             if params is not None and body.get("stream"):
                 send = reporting(send)
             if tenant is not None:
@@ -142,21 +139,17 @@ class KVCommMiddleware:
         await self._app(*with_body(request.scope, request.receive, raw), send)
 
 
-def _read_object(request: Request, raw: bytes) -> dict[str, Any]:
+def _read_object(request: Request, raw: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A request's body, and our parameters in it, if they are there and an object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or not request.headers.get("content-type", "").startswith("application/json"):
         raise RefusedError(400, "the body must be a JSON object, sent as application/json")
-    return body
-
-
-def _ours(body: dict[str, Any]) -> dict[str, Any] | None:
-    """Our parameters in a request's body, if they are there and an object."""
     transfer = body.get("kv_transfer_params")
     params = transfer.get(WIRE_KEY) if isinstance(transfer, dict) else None
-    return params if isinstance(params, dict) else None
+    return body, params if isinstance(params, dict) else None
 
 
 def _settle_tenant(body: dict[str, Any], params: dict[str, Any] | None, tenant: str) -> str:
@@ -180,9 +173,8 @@ def _own_responses(body: dict[str, Any], tenant: str) -> None:
 
 def _own_response(scope: Scope, tenant: str) -> Scope:
     """A request for one stored response, as one for the tenant's own response of that name."""
-    asked = RESPONSE.fullmatch(route(scope))
-    assert asked is not None, "what Access.OWNED is for"
-    return with_route(scope, f"{CREATE_RESPONSE}/{response_id(tenant, asked['id'])}{asked['action'] or ''}")
+    said, slash, action = route(scope).removeprefix(f"{CREATE_RESPONSE}/").partition("/")
+    return with_route(scope, f"{CREATE_RESPONSE}/{response_id(tenant, said)}{slash}{action}")
 
 
 def _own_media(body: dict[str, Any], tenant: str) -> None:

@@ -59,12 +59,9 @@ def reporting(send: Send) -> Send:
     async def send_with_report(message: Message) -> None:
         if message["type"] == "http.response.body" and _END in message.get("body", b"") and returned:
             before, _, after = message["body"].partition(_END)
-            message = {**message, "body": before + _event(returned) + _END + after}
+            report = {"kv_transfer_params": {WIRE_KEY: returned.get(WIRE_KEY)}}
+            event = json.dumps({"object": "text_completion", "choices": [], **report}).encode()
+            message = {**message, "body": before + b"data: " + event + b"\n\n" + _END + after}
         await send(message)
 
     return send_with_report
-
-
-def _event(params: dict[str, Any]) -> bytes:
-    event = {"object": "text_completion", "choices": [], "kv_transfer_params": {WIRE_KEY: params.get(WIRE_KEY)}}
-    return f"data: {json.dumps(event)}\n\n".encode()

@@ -30,8 +30,6 @@ class Access(Enum):
 
 
 CREATE_RESPONSE = "/v1/responses"
-RESPONSE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<action>/cancel)?")
-"""Paths of one stored response."""
 
 ROUTES: dict[Access, tuple[str, ...]] = {
     Access.OPEN: (

@@ -55,9 +55,8 @@ class StateRoutes:
         if self.folder and not self.folder.is_dir():
             raise ConfigurationError(f"{FOLDER_VARIABLE}={named!r} is not a folder; make it, or unset the variable")
         if self.folder and not operator.key:
-            raise ConfigurationError(
-                f"{FOLDER_VARIABLE} is set, so {KEY_VARIABLE} must hold a key of at least {SHORTEST_KEY} characters"
-            )
+            needed = f"{KEY_VARIABLE} must hold a key of at least {SHORTEST_KEY} characters"
+            raise ConfigurationError(f"{FOLDER_VARIABLE} is set, so {needed}")
 
     async def answer(self, request: Request) -> JSONResponse:
         """Carry out an order.

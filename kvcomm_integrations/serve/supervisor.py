@@ -55,7 +55,7 @@ class Supervisor:
 
     @property
     def stopped(self) -> bool:
-        """Somebody asked for the end."""
+        """Whether the server was asked to stop."""
         return self._stop.is_set()
 
     def start(self, timeout: float) -> None:
@@ -65,16 +65,10 @@ class Supervisor:
             EngineError: it ended before, or took longer than ``timeout`` seconds; tells why. Nothing is left running.
         """
         self._process = subprocess.Popen(
-            self._launch.command,
-            env=self._launch.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            self._launch.command, env=self._launch.environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             preexec_fn=_die_with_parent(os.getpid()),
-        )
+        )  # fmt: skip
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
         deadline = time.monotonic() + timeout

@@ -89,15 +89,12 @@ def read_keys(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ConfigurationError(f'{str(path)!r} must hold a JSON object {{"<API key>": "<tenant>", ...}}')
     for number, (key, tenant) in enumerate(found.items(), 1):
+        where = f"{str(path)!r}, entry {number}"
         if not key.strip() or not isinstance(tenant, str) or not _NAME.fullmatch(tenant):
-            raise ConfigurationError(
-                f"{str(path)!r}, entry {number}: the tenant {tenant!r} must be 1 to 64 letters, digits or _.@- and its "
-                "key not empty"
-            )
+            rule = "must be 1 to 64 letters, digits or _.@- and its key not empty"
+            raise ConfigurationError(f"{where}: the tenant {tenant!r} {rule}")
         if key == os.environ.get(KEY_VARIABLE):
-            raise ConfigurationError(
-                f"{str(path)!r}, entry {number}: the key is the operator's ({KEY_VARIABLE}) as well; use another"
-            )
+            raise ConfigurationError(f"{where}: the key is the operator's ({KEY_VARIABLE}) as well; use another")
     return found
 
 
@@ -116,8 +113,8 @@ def salt_of(tenant: str, salt: str) -> str:
 def response_id(tenant: str, said: str) -> str:
     """The id under which vLLM keeps a response that its tenant calls ``said``.
 
-    It begins with the tenant's mark, so no two tenants' ids are equal, whatever they choose, and nobody has to remember
-    who made a response. The mark is no secret: a request reaches only ids that begin with its own tenant's.
+    It begins with the tenant's mark, so no two tenants' ids are equal, whatever they choose, and no list of owners is
+    kept. The mark is no secret: a request reaches only ids that begin with its own tenant's.
 
     Args:
         tenant: the server's tenant, not divided by what a body says: later requests have no body.

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kvcomm_integrations import cli
 from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.serve.arguments import Launch, given, launch
 from kvcomm_integrations.serve.diagnosis import NOTHING, cause
@@ -87,6 +88,33 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigurationError, match=pattern):
         launch(str(folder), options, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        ({}, [], ""),
+        ({"sliding_window": 512}, [], "sliding window of 512 tokens"),
+        ({"sliding_window": 512}, ["--disable-sliding-window"], ""),
+        ({"kv_lora_rank": 512}, [], "(MLA)"),
+        ({}, ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
+    ],
+)
+def test_a_model_without_reuse_is_told_before_it_is_loaded(
+    folder: Path, port: int, config: dict[str, Any], options: list[str], reason: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    found = launch(str(folder), [*options, "--port", str(port)])
+    assert reason in found.dense and bool(reason) == bool(found.dense)
+
+    def start(supervisor: Supervisor, timeout: float) -> None:
+        raise EngineError("no server in this test")
+
+    monkeypatch.setattr(Supervisor, "start", start)
+    assert cli.main(["serve", str(folder), *options, "--port", str(port)]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert (f"will run without reuse: {found.dense}; without --allow-dense" in first) == bool(reason)
 
 
 @pytest.mark.parametrize("live", [True, False])
