@@ -1,4 +1,4 @@
-"""Ends a stream when AutoGen's cancellation token says so. Knows nothing of what is streamed."""
+"""Ends a stream when AutoGen's cancellation token says so."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``KVCommChatCompletionClient``: an AutoGen model client whose agents share KV caches.
 
-What is hard is behind ``ChatRuntime``; here messages and answers are converted, and calls are counted and reported.
+``ChatRuntime`` does the work; here messages and answers are converted, and calls are counted and reported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autogen_core.models import (
 from autogen_core.tools import Tool, ToolSchema
 
 from kvcomm_integrations.autogen.cancellation import until_cancelled
-from kvcomm_integrations.autogen.client_config import KVCommClientConfig, checked
-from kvcomm_integrations.autogen.events import log_call, log_stream_end, log_stream_start
-from kvcomm_integrations.autogen.identity import Identity, identify, note_calls
+from kvcomm_integrations.autogen.client_config import CreateArguments, KVCommClientConfig
+from kvcomm_integrations.autogen.events import CallEvents
+from kvcomm_integrations.autogen.identity import identify, note_calls
 from kvcomm_integrations.autogen.messages import (
     ToolChoice,
     merge_system_messages,
@@ -35,16 +35,16 @@ from kvcomm_integrations.autogen.messages import (
     to_tool_choice,
 )
 from kvcomm_integrations.autogen.model_info import model_info, shows_every_system_message
-from kvcomm_integrations.autogen.options import JsonOutput, sampling_options
+from kvcomm_integrations.autogen.options import JsonOutput, constraint_of
 from kvcomm_integrations.autogen.results import Answer, ThoughtMemory
 from kvcomm_integrations.chat.chunks import Chunk
-from kvcomm_integrations.chat.detect import named_tool_format
-from kvcomm_integrations.chat.runtime import DEFAULT_TENANT, ChatRuntime, PreparedChat, runtime_for
-from kvcomm_integrations.chat.tool_format import ToolFormat
+from kvcomm_integrations.chat.model_settings import call_arguments, checked, tool_format_of
+from kvcomm_integrations.chat.runtime import ChatRuntime, runtime_for
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.forks import watch
+from kvcomm_integrations.ids import DEFAULT_TENANT
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -56,11 +56,10 @@ class _Call:
     """One call, checked and converted."""
 
     messages: tuple[ChatMessage, ...]
-    tools: tuple[dict[str, Any], ...]
-    who: Identity
-    timeout: float | None
     request: Mapping[str, Any]
-    """Further arguments of ``ChatRuntime.prepare``."""
+    """Arguments of ``ChatRuntime.prepare`` beside the messages."""
+    timeout: float | None
+    events: CallEvents
 
 
 class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientConfig]):
@@ -84,8 +83,8 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
 
     Stream:
         ```python
-        async for piece in client.create_stream([UserMessage(content="What is a KV cache?", source="user")]):
-            print(piece if isinstance(piece, str) else piece.usage)
+        async for chunk in client.create_stream([UserMessage(content="What is a KV cache?", source="user")]):
+            print(chunk if isinstance(chunk, str) else chunk.usage)
         ```
 
     Teams:
@@ -214,11 +213,11 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         """
         call = self._call(messages, tools, tool_choice, json_output, extra_create_args)
         answer = Answer()
-        async with aclosing(until_cancelled(self._pieces(call), cancellation_token)) as pieces:
-            async for piece in pieces:
-                answer.add(piece)
+        async with aclosing(until_cancelled(self._chunks(call), cancellation_token)) as chunks:
+            async for chunk in chunks:
+                answer.add(chunk)
         result = self._finish(answer)
-        log_call(call.messages, call.tools, result, answer.end, model=self._config.model, who=call.who)
+        call.events.call_ended(result, answer.end)
         return result
 
     async def create_stream(
@@ -231,22 +230,22 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        """An answer piece by piece: strings, then one ``CreateResult`` with the usage.
+        """An answer chunk by chunk: strings, then one ``CreateResult`` with the usage.
 
         Thinking is streamed between ``<think>`` and ``</think>``; it is in the result's ``thought``, not its content.
         Closing the stream early aborts the request. Arguments and errors are those of ``create``.
         """
         call = self._call(messages, tools, tool_choice, json_output, extra_create_args)
         answer, started = Answer(), False
-        async with aclosing(until_cancelled(self._pieces(call), cancellation_token)) as pieces:
-            async for piece in pieces:
+        async with aclosing(until_cancelled(self._chunks(call), cancellation_token)) as chunks:
+            async for chunk in chunks:
                 if not started:
                     started = True
-                    log_stream_start(call.messages, call.tools, model=self._config.model, who=call.who)
-                for text in answer.add(piece):
+                    call.events.stream_started()
+                for text in answer.add(chunk):
                     yield text
         result = self._finish(answer)
-        log_stream_end(result, answer.end, model=self._config.model, who=call.who)
+        call.events.stream_ended(result, answer.end)
         yield result
 
     def _call(
@@ -258,45 +257,32 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         extra_create_args: Mapping[str, Any],
     ) -> _Call:
         """Check and convert a call's arguments, in the caller's own context."""
-        arguments = self._config.create_arguments(extra_create_args)
-        sampling = sampling_options(arguments, json_output, self._info)
+        arguments = call_arguments(self._config, CreateArguments, extra_create_args, "extra_create_args")
+        constraint = constraint_of(arguments, json_output, self._info)
         if tools and self._info["function_calling"] is False:
             raise ConfigurationError(
                 "model_info says function_calling=False, but tools were given; drop the override or the tools"
             )
         defined = to_openai_tools(tools)
-        reuse = self._config.reuse_arguments(arguments.kvcomm)
-        who = identify(messages, agent=reuse.agent, session=reuse.session)
-        return _Call(
-            messages=tuple(self._chat_messages(messages)),
-            tools=tuple(defined),
-            who=who,
-            timeout=arguments.timeout,
-            request={
-                "agent": who.agent,
-                "session": who.session,
-                "tenant": reuse.tenant,
-                "mode": reuse.mode,
-                "policy": reuse.policy,
-                "tools": defined or None,
-                "tool_choice": to_tool_choice(tool_choice, defined),
-                "parallel_tool_calls": arguments.parallel_tool_calls,
-                "codec": self._codec(),
-                "template_kwargs": arguments.chat_template_kwargs,
-                "sampling": sampling,
-            },
-        )
+        caller = identify(messages, agent=arguments.kvcomm.agent, session=arguments.kvcomm.session)
+        converted = tuple(self._chat_messages(messages))
+        request = {
+            **arguments.for_runtime(caller, constraint),
+            "tools": defined or None,
+            "tool_choice": to_tool_choice(tool_choice, defined),
+            "codec": tool_format_of(self._config),
+        }
+        events = CallEvents(converted, defined, self._config.model, caller)
+        return _Call(converted, request, arguments.timeout, events)
 
-    async def _pieces(self, call: _Call) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, call: _Call) -> AsyncGenerator[Chunk, None]:
         runtime = self.runtime
-        chat = await asyncio.to_thread(self._prepare, runtime, call)  # may read files and start the engine
+        arranged = await asyncio.to_thread(self._arranged, runtime, call.messages)  # may read the tokenizer's files
+        chat = await runtime.aprepare(arranged, **call.request)
         stream = runtime.stream(chat, timeout=call.timeout, retries=self._config.max_retries)
-        async with aclosing(stream) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    def _prepare(self, runtime: ChatRuntime, call: _Call) -> PreparedChat:
-        return runtime.prepare(self._arranged(runtime, call.messages), **call.request)
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _finish(self, answer: Answer) -> CreateResult:
         """The result of a complete answer, remembered and counted."""
@@ -321,11 +307,6 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         if self._info.get("multiple_system_messages") and shows_every_system_message(runtime.engine.tokenizer):
             return list(messages)
         return merge_system_messages(messages)
-
-    def _codec(self) -> ToolFormat | None:
-        if self._config.tool_parser or self._config.reasoning_parser:
-            return named_tool_format(self._config.tool_parser, self._config.reasoning_parser)
-        return None
 
     async def close(self) -> None:
         """Does nothing: the engine may be in use elsewhere. It is shut down at exit, or by its owner."""

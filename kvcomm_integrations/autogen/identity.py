@@ -1,4 +1,4 @@
-"""Which agent and which session a call belongs to, found from AutoGen's runtime. No engine, no conversions.
+"""Which agent and which session a call belongs to, found from AutoGen's runtime.
 
 A client shared by all agents of a team still knows for whom it answers: AutoGen keeps the id of the agent whose handler
 is running in a context variable. Inside a team its type is ``<agent>_<team>`` and its key ``<team>``.
@@ -17,24 +17,14 @@ from dataclasses import dataclass, field
 from autogen_core import AgentId, MessageHandlerContext
 from autogen_core.models import AssistantMessage, LLMMessage, SystemMessage
 
+from kvcomm_integrations.chat.caller import DEFAULT_AGENT, DEFAULT_SESSION, Caller
 from kvcomm_integrations.forks import watch
 
-DEFAULT_AGENT = "default"
-DEFAULT_SESSION = "default"
-_MAX_NAME = 256 - len("agent::response")
 _MAX_AGENTS = 4096
 _MAX_INNER = 16
 """System messages of one running agent that are told apart; an agent with more of them writes them afresh each time."""
 
 _scope: ContextVar[str | None] = ContextVar("kvcomm_session", default=None)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The agent that answers and the session whose contents it may reuse."""
-
-    agent: str
-    session: str
 
 
 @contextmanager
@@ -56,8 +46,8 @@ def session_scope(session: str) -> Iterator[None]:
         _scope.reset(token)
 
 
-def identify(messages: Sequence[LLMMessage], *, agent: str | None = None, session: str | None = None) -> Identity:
-    """The identity of a call. To be called in the caller's own context.
+def identify(messages: Sequence[LLMMessage], *, agent: str | None = None, session: str | None = None) -> Caller:
+    """The agent and the session of a call. To be called in the caller's own context.
 
     Args:
         messages: What the agent sends; tells agents apart that run in another one's handler, such as an ``AgentTool``.
@@ -68,7 +58,7 @@ def identify(messages: Sequence[LLMMessage], *, agent: str | None = None, sessio
     found_session = session or _scope.get() or (running.key if running else None) or DEFAULT_SESSION
     if agent is None:
         agent = _names.name(running, _system_hash(messages)) if running else _standalone(messages)
-    return Identity(agent[-_MAX_NAME:], found_session[-256:])
+    return Caller(agent, found_session)
 
 
 def note_calls(names: Sequence[str]) -> None:

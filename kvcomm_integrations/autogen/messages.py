@@ -1,4 +1,4 @@
-"""Conversions from AutoGen messages and tools to chat messages and tool definitions. No engine, no identity."""
+"""Conversions from AutoGen messages and tools to chat messages and tool definitions."""
 
 from __future__ import annotations
 

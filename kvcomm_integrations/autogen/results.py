@@ -1,9 +1,8 @@
-"""From the pieces of an answer to AutoGen's ``CreateResult``, and to the strings a stream yields. No engine."""
+"""From the chunks of an answer to AutoGen's ``CreateResult``, and to the strings a stream yields."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import cast
@@ -27,7 +26,6 @@ from kvcomm_integrations.chat.chunks import (
 )
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import EngineError
-from kvcomm_integrations.forks import watch
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _FINISH = {"stop": "stop", "length": "length", "tool_calls": "function_calls"}
@@ -35,7 +33,7 @@ _NOT_IN_NAME = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class Answer:
-    """Collects the pieces of one answer."""
+    """Collects the chunks of one answer."""
 
     def __init__(self) -> None:
         self.reasoning = ""
@@ -47,53 +45,53 @@ class Answer:
 
     @property
     def end(self) -> FinalChunk:
-        """The last piece.
+        """The last chunk.
 
         Raises:
             EngineError: it has not come.
         """
         if self._end is None:
-            raise EngineError("the answer ended before its last piece; the engine may have died, see its log")
+            raise EngineError("the answer ended before its last chunk; the engine may have died, see its log")
         return self._end
 
-    def add(self, piece: Chunk) -> list[str]:
-        """Take one piece; what a stream shows of it. Thinking is shown between ``<think>`` tags."""
+    def add(self, chunk: Chunk) -> list[str]:
+        """Take one chunk; what a stream shows of it. Thinking is shown between ``<think>`` tags."""
         shown: list[str] = []
-        if isinstance(piece, ReasoningChunk):
-            self.reasoning += piece.text
-            shown.append(piece.text if self._thinking else THINK_OPEN + piece.text)
+        if isinstance(chunk, ReasoningChunk):
+            self.reasoning += chunk.text
+            shown.append(chunk.text if self._thinking else THINK_OPEN + chunk.text)
             self._thinking = True
             return shown
         if self._thinking:
             shown.append(THINK_CLOSE)
             self._thinking = False
-        if isinstance(piece, TextChunk):
-            self.text += piece.text
-            if piece.text:
-                shown.append(piece.text)
-        elif isinstance(piece, CallChunk):
-            self._add_call(piece)
-        elif isinstance(piece, InvalidCallPiece):
-            shown += self._withdraw(piece)
+        if isinstance(chunk, TextChunk):
+            self.text += chunk.text
+            if chunk.text:
+                shown.append(chunk.text)
+        elif isinstance(chunk, CallChunk):
+            self._add_call(chunk)
+        elif isinstance(chunk, InvalidCallPiece):
+            shown += self._withdraw(chunk)
         else:
-            self._end = piece
+            self._end = chunk
         return shown
 
-    def _add_call(self, piece: CallChunk) -> None:
-        call = self._by_index.get(piece.index)
+    def _add_call(self, chunk: CallChunk) -> None:
+        call = self._by_index.get(chunk.index)
         if call is None:
-            call = self._by_index[piece.index] = FunctionCall(id="", arguments="", name="")
+            call = self._by_index[chunk.index] = FunctionCall(id="", arguments="", name="")
             self.calls.append(call)
-        call.id += piece.id or ""
-        call.name += _NOT_IN_NAME.sub("_", piece.name or "")[:64]
-        call.arguments += piece.arguments
+        call.id += chunk.id or ""
+        call.name += _NOT_IN_NAME.sub("_", chunk.name or "")[:64]
+        call.arguments += chunk.arguments
 
-    def _withdraw(self, piece: InvalidCallPiece) -> list[str]:
+    def _withdraw(self, chunk: InvalidCallPiece) -> list[str]:
         """A call that was cut off becomes text, so that nothing runs it. Arguments that are no JSON AutoGen refuses."""
-        if not piece.cut:
+        if not chunk.cut:
             return []
-        self.calls.remove(self._by_index.pop(piece.index))
-        note = f"[{piece.name} was not called: {piece.error}. The model wrote: {piece.written}]"
+        self.calls.remove(self._by_index.pop(chunk.index))
+        note = f"[{chunk.name} was not called: {chunk.error}. The model wrote: {chunk.written}]"
         shown = f"\n\n{note}" if self.text else note
         self.text += shown
         return [shown]
@@ -102,7 +100,7 @@ class Answer:
         """The finished answer. Beside calls, reasoning and text both go into the thought.
 
         Raises:
-            EngineError: the last piece has not come.
+            EngineError: the last chunk has not come.
         """
         end = self.end
         for call in self.calls:
@@ -137,32 +135,24 @@ def _logprob(entry: TokenLogprob) -> ChatCompletionTokenLogprob:
 
 
 class ThoughtMemory:
-    """Which part of a thought was reasoning and which was text, by the ids of the calls it came with.
+    """Which part of a thought was reasoning and which was text, by the id of the first call it came with.
 
-    AutoGen has one field for both, but a chat template treats them differently. Thread-safe and bounded.
+    AutoGen has one field for both, but a chat template treats them differently. Bounded; every step on the dict is one
+    operation, so threads need no lock.
     """
 
     def __init__(self, size: int = 4096) -> None:
         self._size = size
         self._parts: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        self._lock = threading.Lock()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """In a forked child: a lock that no thread of the parent holds."""
-        self._lock = threading.Lock()
 
     def note(self, answer: Answer) -> None:
         """Remember an answer that has calls and reasoning."""
-        if not answer.calls or not answer.reasoning:
-            return
-        with self._lock:
+        if answer.calls and answer.reasoning:
             self._parts[answer.calls[0].id] = (answer.reasoning, answer.text)
             while len(self._parts) > self._size:
                 self._parts.popitem(last=False)
 
     def split(self, calls: Sequence[FunctionCall], thought: str) -> tuple[str, str]:
-        """Reasoning and text of an earlier answer; a thought nobody remembers is text."""
-        with self._lock:
-            parts = self._parts.get(calls[0].id) if calls else None
+        """Reasoning and text of an earlier answer; a thought that is not remembered is text."""
+        parts = self._parts.get(calls[0].id) if calls else None
         return parts if parts is not None and join_thought(*parts) == thought else ("", thought)

@@ -1,4 +1,4 @@
-"""``ChatKVComm``: a LangChain chat model whose agents share KV caches. What is hard is behind ``ChatRuntime``."""
+"""``ChatKVComm``: a LangChain chat model whose agents share KV caches. ``ChatRuntime`` does the work."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
-from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
-from kvcomm_integrations.chat.detect import named_tool_format
-from kvcomm_integrations.chat.runtime import DEFAULT_TENANT, ChatRuntime, runtime_for
-from kvcomm_integrations.chat.tool_format import ToolFormat, tool_use
-from kvcomm_integrations.config import API_KEY_VARIABLE, EngineConfig, HttpConfig, ReuseConfig, Tokenization
+from kvcomm_integrations.chat.model_settings import ModelSettings, engine_config_of, tool_format_of
+from kvcomm_integrations.chat.runtime import ChatRuntime, runtime_for
+from kvcomm_integrations.chat.tool_format import tool_use
+from kvcomm_integrations.config import API_KEY_VARIABLE, EngineConfig
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
+from kvcomm_integrations.ids import DEFAULT_TENANT
 from kvcomm_integrations.langchain.calls import settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
-from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_chunk
-from kvcomm_integrations.langchain.options import SAMPLING_FIELDS, CallOptions, call_options
+from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
+from kvcomm_integrations.langchain.options import call_keywords
 from kvcomm_integrations.langchain.profile import model_profile
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import Mode, RequestReport
 
+_SAME_ANSWER = {"api_key", "http", "timeout", "max_retries", "agent", "session"}
+"""Settings that do not change what a model answers."""
 
-class ChatKVComm(BaseChatModel):
+
+class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plugin's own model_construct
     """A local model on vLLM that carries the KV cache over from agent to agent.
 
     Setup:
@@ -90,68 +93,14 @@ class ChatKVComm(BaseChatModel):
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, extra="forbid")
 
-    model: str
-    """Folder with weights and tokenizer, or a hub id."""
-    base_url: str | None = None
-    """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
-    api_key: SecretStr | None = Field(default_factory=secret_from_env(API_KEY_VARIABLE, default=None))
-    """The server's key; read from ``KVCOMM_API_KEY`` if not given."""
-    http: HttpConfig = Field(default_factory=HttpConfig)
-    """Timeouts, retries and TLS of the server's connections; a dict of its fields will do."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; ``None``: the model's."""
-
-    temperature: float | None = None
-    """0 is greedy; ``None``: the engine's default."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Longest answer, tokens; ``None``: until the context is full."""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    """Strings that end the answer; they are not part of it."""
-    logprobs: bool | int | None = None
-    """Return log-probabilities in ``response_metadata["logprobs"]``: ``True``, or how many alternatives per token."""
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds one answer may take."""
-    max_retries: int = Field(default=2, ge=0)
-    """Tries after an engine error that came before the first token."""
+    """Strings that end the answer; they are not part of it. One string will do."""
     streaming: bool = False
     """Stream inside ``invoke`` too, so that callbacks see tokens."""
-
-    agent: str | None = None
-    """Who answers; ``None``: found from LangGraph's context."""
-    session: str | None = None
-    """Whose shared contents may be reused; ``None``: the LangGraph thread or run."""
     tenant: str = DEFAULT_TENANT
     """Users of different tenants share nothing. Set it from a trusted place."""
     mode: Mode = Mode.AUTO
     """``auto`` reuses, ``observe`` computes densely but learns, ``dense`` does neither."""
-    policy: str | None = None
-    """Correction policy of this model's requests; ``None``: the engine's."""
-
-    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
-    """How KV is reused; a dict of its fields will do."""
-    dtype: str = "auto"
-    max_model_len: int | None = Field(default=None, ge=16)
-    """Longest prompt plus answer, tokens; ``None``: the model's own."""
-    block_size: int | None = None
-    tokenization: Tokenization = Tokenization.SEGMENTED
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More of vLLM's ``AsyncEngineArgs``."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the chat template, such as ``enable_thinking``."""
-
-    tool_parser: str | None = None
-    """How the model writes tool calls, by the name of vLLM's parser; ``None``: told by its chat template."""
-    reasoning_parser: str | None = None
-    """How the model writes its thinking, by the name of vLLM's parser; ``None``: told by its chat template."""
-
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """An engine to use in place of the shared one, for tests and for engines made by hand."""
 
@@ -162,19 +111,7 @@ class ChatKVComm(BaseChatModel):
     @property
     def engine_config(self) -> EngineConfig:
         """The settings that identify this model's engine."""
-        return EngineConfig(
-            model=self.model,
-            base_url=self.base_url,
-            api_key=self.api_key,
-            http=self.http,
-            tokenizer=self.tokenizer,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            reuse=self.reuse,
-            tokenization=self.tokenization,
-            engine_args=self.engine_args,
-        )
+        return engine_config_of(self)
 
     @property
     def runtime(self) -> ChatRuntime:
@@ -215,8 +152,7 @@ class ChatKVComm(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        pieces = self._pieces(ensure_config(), messages, stop, kwargs)
-        return generate_from_stream(to_chunk(piece, model_name=self.model) for piece in pieces)
+        return generate_from_stream(self._chunks(messages, stop, kwargs))
 
     async def _agenerate(
         self,
@@ -225,8 +161,7 @@ class ChatKVComm(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        pieces = self._apieces(ensure_config(), messages, stop, kwargs)
-        return await agenerate_from_stream(to_chunk(piece, model_name=self.model) async for piece in pieces)
+        return await agenerate_from_stream(self._achunks(messages, stop, kwargs))
 
     def _stream(
         self,
@@ -235,9 +170,8 @@ class ChatKVComm(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with closing(self._pieces(ensure_config(), messages, stop, kwargs)) as pieces:
-            for piece in pieces:
-                chunk = to_chunk(piece, model_name=self.model, blocks=self.output_version == "v1")
+        with closing(self._chunks(messages, stop, kwargs, blocks=self.output_version == "v1")) as chunks:
+            for chunk in chunks:
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -249,121 +183,83 @@ class ChatKVComm(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with aclosing(self._apieces(ensure_config(), messages, stop, kwargs)) as pieces:
-            async for piece in pieces:
-                chunk = to_chunk(piece, model_name=self.model, blocks=self.output_version == "v1")
+        async with aclosing(self._achunks(messages, stop, kwargs, blocks=self.output_version == "v1")) as chunks:
+            async for chunk in chunks:
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
-    def _pieces(
-        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> Generator[Chunk, None, None]:
-        runtime, options, request = self._request(config, messages, stop, kwargs)
+    def _chunks(
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
+    ) -> Generator[ChatGenerationChunk, None, None]:
+        request, limits = self._request(messages, stop, kwargs)
+        runtime = self.runtime
         chat = runtime.prepare(**request)
-        with closing(runtime.stream_sync(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
-            for piece in pieces:
-                self._note(piece)
-                yield piece
+        with closing(runtime.stream_sync(chat, **limits)) as chunks:
+            for chunk in chunks:
+                yield self._converted(chunk, blocks)
 
-    async def _apieces(
-        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> AsyncGenerator[Chunk, None]:
-        runtime, options, request = self._request(config, messages, stop, kwargs)
+    async def _achunks(
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        request, limits = self._request(messages, stop, kwargs)
+        runtime = self.runtime
         chat = await runtime.aprepare(**request)
-        async with aclosing(runtime.stream(chat, timeout=options.timeout, retries=self.max_retries)) as pieces:
-            async for piece in pieces:
-                self._note(piece)
-                yield piece
+        async with aclosing(runtime.stream(chat, **limits)) as chunks:
+            async for chunk in chunks:
+                yield self._converted(chunk, blocks)
 
     def _request(
-        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> tuple[ChatRuntime, CallOptions, dict[str, Any]]:
-        """The runtime, the call's options, and the arguments of ``ChatRuntime.prepare``."""
-        kwargs = dict(kwargs)
-        model = kwargs.pop("model", self.model)
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments of the runtime's ``prepare``, and those of its ``stream``. Reads the caller's context."""
+        keywords = dict(kwargs)
+        model = keywords.pop("model", self.model)
         if model != self.model:
             raise ConfigurationError(
                 f"this model object runs {self.model!r} and cannot answer as {model!r}; make another ChatKVComm"
             )
-        given = kwargs.pop(CONFIG_KEYWORD, None) or {}
-        options = call_options(self._options(), stop, kwargs)
-        who = identify(config, given, agent=options.identity["agent"], session=options.identity["session"])
+        configured = keywords.pop(CONFIG_KEYWORD, None)
+        call = call_keywords(self, stop, keywords)
+        caller = identify(ensure_config(), configured, agent=call.kvcomm.agent, session=call.kvcomm.session)
         request = {
+            **call.for_runtime(caller, call.constraint()),
             "messages": to_chat_messages(messages),
-            "agent": who.agent,
-            "session": who.session,
-            "tenant": options.tenant,
-            "tools": options.tools,
-            "tool_choice": options.tool_choice,
-            "parallel_tool_calls": options.parallel_tool_calls,
-            "strict": options.strict,
-            "codec": self._codec(),
-            "template_kwargs": options.template_kwargs,
-            "mode": options.mode,
-            "policy": options.policy,
-            "sampling": options.sampling,
+            "tools": call.tools,
+            "tool_choice": call.tool_choice,
+            "strict": call.strict,
+            "codec": tool_format_of(self),
         }
-        return self.runtime, options, request
+        return request, {"timeout": call.timeout, "retries": self.max_retries}
 
-    def _options(self) -> dict[str, Any]:
-        names = ("stop", "logprobs", "timeout", "agent", "session", "tenant", "mode", "policy", "chat_template_kwargs")
-        return {name: getattr(self, name) for name in (*SAMPLING_FIELDS, *names)}
-
-    def _codec(self) -> ToolFormat | None:
-        if self.tool_parser or self.reasoning_parser:
-            return named_tool_format(self.tool_parser, self.reasoning_parser)
-        return None
-
-    def _note(self, piece: Chunk) -> None:
-        if isinstance(piece, FinalChunk):
-            self._last_report = piece.report
+    def _converted(self, chunk: Chunk, blocks: bool) -> ChatGenerationChunk:
+        if isinstance(chunk, FinalChunk):
+            self._last_report = chunk.report
+        return to_generation_chunk(chunk, model_name=self.model, blocks=blocks)
 
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.
 
-    def invoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AIMessage:
+    def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
         """See ``BaseChatModel.invoke``."""
-        return settle(super().invoke(input, config, stop=stop, **call_config(config, kwargs)))
+        return settle(super().invoke(input, config, **call_config(config, kwargs)))
 
     async def ainvoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AIMessage:
         """See ``BaseChatModel.ainvoke``."""
-        return settle(await super().ainvoke(input, config, stop=stop, **call_config(config, kwargs)))
+        return settle(await super().ainvoke(input, config, **call_config(config, kwargs)))
 
     def stream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[AIMessageChunk]:
         """See ``BaseChatModel.stream``."""
-        return super().stream(input, config, stop=stop, **call_config(config, kwargs))
+        return super().stream(input, config, **call_config(config, kwargs))
 
     def astream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[AIMessageChunk]:
         """See ``BaseChatModel.astream``."""
-        return super().astream(input, config, stop=stop, **call_config(config, kwargs))
+        return super().astream(input, config, **call_config(config, kwargs))
 
     # ---- tools and structured output -----------------------------------------------------------------------------
 
@@ -447,12 +343,8 @@ class ChatKVComm(BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        names = (
-            "model", "base_url", *SAMPLING_FIELDS, "stop", "logprobs", "tenant", "mode", "policy", "dtype",
-            "max_model_len", "block_size", "tokenizer", "tokenization", "chat_template_kwargs", "engine_args",
-            "tool_parser", "reasoning_parser",
-        )  # fmt: skip
-        return {**{name: getattr(self, name) for name in names}, "reuse": self.reuse.model_dump(mode="json")}
+        named = {name: getattr(self, name) for name in ModelSettings.model_fields if name not in _SAME_ANSWER}
+        return {**named, "reuse": self.reuse.model_dump(mode="json")}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -466,12 +358,12 @@ class ChatKVComm(BaseChatModel):
         return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        codec, context = self._codec(), self.max_model_len
+        tool_format, context = tool_format_of(self), self.max_model_len
         if self.engine:
             with suppress(UnsupportedModelError):
-                codec = codec or self.runtime.codec
+                tool_format = tool_format or self.runtime.codec
             context = self.engine.config.max_model_len
-        return model_profile(self.model, codec=codec, context=context, max_tokens=self.max_tokens)
+        return model_profile(self.model, tool_format=tool_format, context=context, max_tokens=self.max_tokens)
 
     @classmethod
     def is_lc_serializable(cls) -> bool:

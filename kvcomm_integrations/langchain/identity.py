@@ -1,4 +1,4 @@
-"""Who is calling, and in which session: read from LangGraph's run context. No messages, no engine.
+"""Who is calling, and in which session: read from LangGraph's run context.
 
 A model object shared by several graph nodes still knows which agent it answers for, because LangGraph keeps the running
 node's metadata in a context variable that follows sync, async, batch and thread calls.
@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
-from kvcomm_integrations.forks import watch
+from kvcomm_integrations.chat.caller import DEFAULT_AGENT, DEFAULT_SESSION, Caller
 
-DEFAULT_AGENT = "default"
-DEFAULT_SESSION = "default"
 SESSION_KEY = "kvcomm_session"
 AGENT_KEY = "kvcomm_agent"
 CONFIG_KEYWORD = "kvcomm_config"
 """Keyword under which ``call_config`` passes its findings on."""
 _MODEL_NODES = ("model", "agent")
 """Names that prebuilt agents give to their model-calling node; they say nothing about which agent it is."""
-_MAX_NAME = 256 - len("agent::response")
 _MAX_RUNS = 4096
 _SEPARATOR = "/"
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The agent that answers and the session whose contents it may reuse."""
-
-    agent: str
-    session: str
 
 
 def identify(
@@ -47,8 +35,8 @@ def identify(
     *,
     agent: str | None = None,
     session: str | None = None,
-) -> Identity:
-    """The identity of a call.
+) -> Caller:
+    """The agent and the session of a call.
 
     Args:
         config: The running config, from ``ensure_config()``.
@@ -57,9 +45,10 @@ def identify(
         session: Explicit session; wins over everything.
     """
     given = given or {}
-    found_agent = agent or given.get("agent") or agent_key(config)
-    found_session = session or given.get("session") or session_key(config)
-    return Identity(found_agent[-_MAX_NAME:], found_session[-256:])
+    return Caller(
+        agent=agent or given.get("agent") or agent_key(config),
+        session=session or given.get("session") or session_key(config),
+    )
 
 
 def call_config(config: RunnableConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,34 +117,17 @@ def _current_run() -> str | None:
     if control is None:
         return None
     info = getattr(runtime, "execution_info", None)
-    return _runs.name(control, getattr(info, "run_id", None))
+    name = f"run:{getattr(info, 'run_id', None) or uuid.uuid4().hex}"
+    _, name = _runs.setdefault(id(control), (control, name))  # one step, so that threads agree without a lock
+    with suppress(KeyError):
+        _runs.move_to_end(id(control))
+        while len(_runs) > _MAX_RUNS:
+            _runs.popitem(last=False)
+    return name
 
 
-class _RunNames:
-    """Names runs by their control object: one per run, shared by subgraphs, which get no run id of their own.
+_runs: OrderedDict[int, tuple[object, str]] = OrderedDict()
+"""Runs by the id of their control object: one per run, shared by subgraphs, which get no run id of their own.
 
-    The object is kept alive while it is named, so that its id cannot be taken by another run.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._names: OrderedDict[int, tuple[object, str]] = OrderedDict()
-        self._lock = threading.Lock()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """In a forked child: a lock that no thread of the parent holds."""
-        self._lock = threading.Lock()
-
-    def name(self, control: object, run_id: str | None) -> str:
-        """The name of the run ``control`` belongs to."""
-        with self._lock:
-            if id(control) not in self._names:
-                self._names[id(control)] = (control, f"run:{run_id or uuid.uuid4().hex}")
-                while len(self._names) > self._size:
-                    self._names.popitem(last=False)
-            self._names.move_to_end(id(control))
-            return self._names[id(control)][1]
-
-
-_runs = _RunNames(_MAX_RUNS)
+The object is kept alive while it is named, so that its id cannot be taken by another run.
+"""

@@ -1,4 +1,4 @@
-"""Conversions between LangChain messages and chat messages, one function per direction. No engine, no identity."""
+"""Conversions between LangChain messages and chat messages, one function per direction."""
 
 from __future__ import annotations
 
@@ -125,55 +125,57 @@ def _segment_id(message: BaseMessage) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def to_chunk(piece: Chunk, *, model_name: str, blocks: bool = False) -> ChatGenerationChunk:
-    """One piece as a chunk. Only the last one carries metadata: repeated strings would concatenate on merging.
+def to_generation_chunk(chunk: Chunk, *, model_name: str, blocks: bool = False) -> ChatGenerationChunk:
+    """A chunk in LangChain's form. Only the last one carries metadata: repeated strings would concatenate on merging.
 
     Args:
-        piece: From the chat runtime.
+        chunk: From the chat runtime.
         model_name: Goes into the last chunk's metadata.
         blocks: The chunk will be turned into standard content blocks. Those are merged by index, and an index that
             only counts calls would merge the first call with the first text.
     """
-    if isinstance(piece, TextChunk):
-        return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
-    if isinstance(piece, ReasoningChunk):
-        kwargs = {"reasoning_content": piece.text}
+    if isinstance(chunk, TextChunk):
+        return ChatGenerationChunk(message=AIMessageChunk(content=chunk.text))
+    if isinstance(chunk, ReasoningChunk):
+        kwargs = {"reasoning_content": chunk.text}
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
-    if isinstance(piece, InvalidCallPiece):
-        piece = CallChunk(piece.index, arguments=spoiling(piece))
-    if isinstance(piece, CallChunk):
-        chunk = tool_call_chunk(name=piece.name, args=piece.arguments, id=piece.id, index=piece.index)
-        if not blocks:
-            return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[chunk]))
-        block = {**chunk, "index": f"lc_tc_{piece.index}"}
-        version = {"output_version": "v1"}
-        message = AIMessageChunk(content=[block], tool_call_chunks=[chunk], response_metadata=version)
-        return ChatGenerationChunk(message=message)
-    return _last_chunk(piece, model_name)
+    if isinstance(chunk, InvalidCallPiece):
+        chunk = CallChunk(chunk.index, arguments=spoiling(chunk))
+    if isinstance(chunk, CallChunk):
+        return ChatGenerationChunk(message=_call_message(chunk, blocks))
+    return _last_chunk(chunk, model_name)
 
 
-def _last_chunk(piece: FinalChunk, model_name: str) -> ChatGenerationChunk:
-    ours: dict[str, Any] = {"segment_id": piece.segment_id}
-    if piece.report is not None:
-        ours["report"] = piece.report.model_dump(mode="json")
-    if piece.ttft_ms is not None:
-        ours["ttft_ms"] = piece.ttft_ms
-    if piece.invalid_calls:
-        ours[INVALID_KEY] = described(piece.invalid_calls)
+def _call_message(chunk: CallChunk, blocks: bool) -> AIMessageChunk:
+    call = tool_call_chunk(name=chunk.name, args=chunk.arguments, id=chunk.id, index=chunk.index)
+    if not blocks:
+        return AIMessageChunk(content="", tool_call_chunks=[call])
+    block = {**call, "index": f"lc_tc_{chunk.index}"}
+    return AIMessageChunk(content=[block], tool_call_chunks=[call], response_metadata={"output_version": "v1"})
+
+
+def _last_chunk(chunk: FinalChunk, model_name: str) -> ChatGenerationChunk:
+    ours: dict[str, Any] = {"segment_id": chunk.segment_id}
+    if chunk.report is not None:
+        ours["report"] = chunk.report.model_dump(mode="json")
+    if chunk.ttft_ms is not None:
+        ours["ttft_ms"] = chunk.ttft_ms
+    if chunk.invalid_calls:
+        ours[INVALID_KEY] = described(chunk.invalid_calls)
     metadata: dict[str, Any] = {
         "model_name": model_name,
         "model_provider": PROVIDER,
-        "finish_reason": piece.finish_reason,
+        "finish_reason": chunk.finish_reason,
         METADATA_KEY: ours,
     }
-    if piece.stop_reason is not None:
-        metadata["stop_reason"] = piece.stop_reason
-    if piece.logprobs:
-        metadata["logprobs"] = {"content": [_logprob(entry) for entry in piece.logprobs]}
+    if chunk.stop_reason is not None:
+        metadata["stop_reason"] = chunk.stop_reason
+    if chunk.logprobs:
+        metadata["logprobs"] = {"content": [_logprob(entry) for entry in chunk.logprobs]}
     message = AIMessageChunk(
-        content="", usage_metadata=to_usage(piece.usage), response_metadata=metadata, chunk_position="last"
+        content="", usage_metadata=to_usage(chunk.usage), response_metadata=metadata, chunk_position="last"
     )
-    return ChatGenerationChunk(message=message, generation_info={"finish_reason": piece.finish_reason})
+    return ChatGenerationChunk(message=message, generation_info={"finish_reason": chunk.finish_reason})
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:

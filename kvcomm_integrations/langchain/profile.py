@@ -14,17 +14,18 @@ from kvcomm_integrations.chat.tool_format import ToolFormat
 from kvcomm_integrations.errors import UnsupportedModelError
 
 
-def model_profile(model: str, *, codec: ToolFormat | None, context: int | None, max_tokens: int | None) -> ModelProfile:
+def model_profile(
+    model: str, *, tool_format: ToolFormat | None, context: int | None, max_tokens: int | None
+) -> ModelProfile:
     """A profile in LangChain's form.
 
     Args:
         model: folder or hub id.
-        codec: how the model writes tool calls, if that is known; ``None``: told by its chat template, if that is on
-            disk.
+        tool_format: how the model writes tool calls; ``None``: told by its chat template, if that is on disk.
         context: longest prompt plus answer, tokens; ``None``: the model's own, if its configuration is on disk.
         max_tokens: longest answer, tokens.
     """
-    codec = codec or _codec_of(model)
+    tool_format = tool_format or _tool_format_of(model)
     profile = ModelProfile(
         name=model,
         text_inputs=True,
@@ -39,7 +40,7 @@ def model_profile(model: str, *, codec: ToolFormat | None, context: int | None, 
         tool_calling=True,
         tool_choice=True,
         # ``create_agent`` sends tools and a response format together where this is true.
-        structured_output=codec is not None and codec.calls_beside_answer,
+        structured_output=tool_format is not None and tool_format.calls_beside_answer,
     )
     limit = context or _context_of(model)
     if limit:
@@ -48,7 +49,7 @@ def model_profile(model: str, *, codec: ToolFormat | None, context: int | None, 
     return profile
 
 
-def _codec_of(model: str) -> ToolFormat | None:
+def _tool_format_of(model: str) -> ToolFormat | None:
     template = _text_of(model, "chat_template.jinja")
     if template is None:
         found = _json_of(model, "tokenizer_config.json").get("chat_template")

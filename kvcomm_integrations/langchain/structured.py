@@ -1,4 +1,4 @@
-"""``with_structured_output``: binds a schema and puts the matching parser behind the model. No engine, no messages."""
+"""``with_structured_output``: binds a schema and puts the matching parser behind the model."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from autogen_core.tools import FunctionTool
 from pydantic import BaseModel
 
 from kvcomm_integrations.autogen import KVCommChatCompletionClient
+from kvcomm_integrations.chat.model_settings import tool_format_of
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
 
 ANSWER = "The Seine reaches the sea at Le Havre, after Rouen."
@@ -585,9 +586,9 @@ def test_errors_do_not_show_secrets():
 
 
 def test_a_named_parser_overrides_what_the_template_says(make):
-    codec = make(ANSWER, tool_parser="mistral", reasoning_parser="deepseek_r1")._codec()
-    assert (codec.tool_parser, codec.reasoning_parser) == ("mistral", "deepseek_r1")
-    assert make(ANSWER)._codec() is None
+    named = tool_format_of(make(ANSWER, tool_parser="mistral", reasoning_parser="deepseek_r1")._config)
+    assert (named.tool_parser, named.reasoning_parser) == ("mistral", "deepseek_r1")
+    assert tool_format_of(make(ANSWER)._config) is None
 
 
 # ---- reports and events ----------------------------------------------------------------------------------------------
