@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autogen_core import CancellationToken
 
@@ -18,48 +18,28 @@ async def until_cancelled(stream: AsyncGenerator[T, None], token: CancellationTo
     Raises:
         asyncio.CancelledError: the token was cancelled.
     """
+    token, loop = token or CancellationToken(), asyncio.get_running_loop()
+    step: asyncio.Future[T] | None = None  # what is being waited for
+
+    def cancel_step() -> None:
+        if step is not None:
+            step.cancel()
+
+    def cancelled() -> None:
+        with suppress(RuntimeError):  # the loop is closed, and with it the stream
+            loop.call_soon_threadsafe(cancel_step)
+
+    token.add_callback(cancelled)
     async with aclosing(stream):
-        if token is None:
-            async for item in stream:
-                yield item
-            return
-        link = _Link()
-        token.add_callback(link)
         try:
             while True:
+                step = asyncio.ensure_future(anext(stream))
+                if token.is_cancelled():
+                    step.cancel()
                 try:
-                    item = await link.wait(asyncio.ensure_future(anext(stream)))
+                    item = await step
                 except StopAsyncIteration:
                     return
                 yield item
         finally:
-            link.release()
-
-
-class _Link:
-    """What a token calls. Cancels the step that is being waited for, and every later one."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._step: asyncio.Future[Any] | None = None
-        self._cancelled = False
-
-    def __call__(self) -> None:
-        self._cancelled = True
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._cancel_step)
-
-    async def wait(self, step: asyncio.Future[T]) -> T:
-        """The result of a step, unless the token is cancelled first."""
-        self._step = step
-        if self._cancelled:
-            step.cancel()
-        return await step
-
-    def release(self) -> None:
-        """Hold on to nothing: the token may outlive many calls."""
-        self._step = None
-
-    def _cancel_step(self) -> None:
-        if self._step is not None:
-            self._step.cancel()
+            step = None  # the token may outlive many calls

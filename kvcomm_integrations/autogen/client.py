@@ -279,8 +279,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         runtime = self.runtime
         arranged = await asyncio.to_thread(self._arranged, runtime, call.messages)  # may read the tokenizer's files
         chat = await runtime.aprepare(arranged, **call.request)
-        stream = runtime.stream(chat, timeout=call.timeout, retries=self._config.max_retries)
-        async with aclosing(stream) as chunks:
+        async with aclosing(runtime.stream(chat, timeout=call.timeout, retries=self._config.max_retries)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

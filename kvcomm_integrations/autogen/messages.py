@@ -8,13 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autogen_core import FunctionCall
-from autogen_core.models import (
-    AssistantMessage,
-    FunctionExecutionResultMessage,
-    LLMMessage,
-    SystemMessage,
-    UserMessage,
-)
+from autogen_core.models import AssistantMessage, FunctionExecutionResultMessage, LLMMessage, SystemMessage, UserMessage
 from autogen_core.tools import Tool, ToolSchema
 
 from kvcomm_integrations.errors import ConfigurationError

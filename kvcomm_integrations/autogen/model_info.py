@@ -65,17 +65,14 @@ def shows_every_system_message(tokenizer: ChatTokenizer) -> bool:
 
     Some templates keep only one of them and say nothing. A refusal is no harm: the messages are then rearranged.
     """
-    if tokenizer not in _shows_all:
-        messages = [
-            {"role": "system", "content": "probe one zq"},
-            {"role": "system", "content": "probe two zq"},
-            {"role": "user", "content": "probe three zq"},
-            {"role": "system", "content": "probe four zq"},
-        ]
+    shown = _shows_all.get(tokenizer)
+    if shown is None:
+        texts = {f"probe {number} zq": role for number, role in enumerate(("system", "system", "user", "system"))}
         try:
-            text = tokenizer.render(messages)
+            text = tokenizer.render([{"role": role, "content": content} for content, role in texts.items()])
         except ConfigurationError:
-            _shows_all[tokenizer] = True
+            shown = True
         else:
-            _shows_all[tokenizer] = all(message["content"] in text for message in messages)
-    return _shows_all[tokenizer]
+            shown = all(content in text for content in texts)
+        _shows_all[tokenizer] = shown
+    return shown

@@ -8,22 +8,9 @@ from collections.abc import Sequence
 from typing import cast
 
 from autogen_core import FunctionCall
-from autogen_core.models import (
-    ChatCompletionTokenLogprob,
-    CreateResult,
-    FinishReasons,
-    RequestUsage,
-    TopLogprob,
-)
+from autogen_core.models import ChatCompletionTokenLogprob, CreateResult, FinishReasons, RequestUsage, TopLogprob
 
-from kvcomm_integrations.chat.chunks import (
-    CallChunk,
-    Chunk,
-    FinalChunk,
-    InvalidCallPiece,
-    ReasoningChunk,
-    TextChunk,
-)
+from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, InvalidCallPiece, ReasoningChunk, TextChunk
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import EngineError
 
@@ -56,19 +43,16 @@ class Answer:
 
     def add(self, chunk: Chunk) -> list[str]:
         """Take one chunk; what a stream shows of it. Thinking is shown between ``<think>`` tags."""
-        shown: list[str] = []
         if isinstance(chunk, ReasoningChunk):
             self.reasoning += chunk.text
-            shown.append(chunk.text if self._thinking else THINK_OPEN + chunk.text)
+            opening = "" if self._thinking else THINK_OPEN
             self._thinking = True
-            return shown
-        if self._thinking:
-            shown.append(THINK_CLOSE)
-            self._thinking = False
+            return [opening + chunk.text]
+        shown = [THINK_CLOSE] if self._thinking else []
+        self._thinking = False
         if isinstance(chunk, TextChunk):
             self.text += chunk.text
-            if chunk.text:
-                shown.append(chunk.text)
+            shown += [chunk.text] if chunk.text else []
         elif isinstance(chunk, CallChunk):
             self._add_call(chunk)
         elif isinstance(chunk, InvalidCallPiece):
@@ -123,15 +107,14 @@ def join_thought(reasoning: str, text: str) -> str:
 
 
 def _logprob(entry: TokenLogprob) -> ChatCompletionTokenLogprob:
+    top = [TopLogprob(logprob=logprob, bytes=_bytes(token)) for _, token, logprob in entry.top]
     return ChatCompletionTokenLogprob(
-        token=entry.token,
-        logprob=entry.logprob,
-        top_logprobs=[
-            TopLogprob(logprob=logprob, bytes=list(token.encode("utf-8", "surrogatepass")))
-            for _, token, logprob in entry.top
-        ],
-        bytes=list(entry.token.encode("utf-8", "surrogatepass")),
+        token=entry.token, logprob=entry.logprob, top_logprobs=top, bytes=_bytes(entry.token)
     )
+
+
+def _bytes(token: str) -> list[int]:
+    return list(token.encode("utf-8", "surrogatepass"))
 
 
 class ThoughtMemory:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import aclosing, closing, suppress
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
@@ -146,29 +145,17 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         return generate_from_stream(self._chunks(messages, stop, kwargs))
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         return await agenerate_from_stream(self._achunks(messages, stop, kwargs))
 
     def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
         with closing(self._chunks(messages, stop, kwargs, blocks=self.output_version == "v1")) as chunks:
             for chunk in chunks:
@@ -177,11 +164,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
                 yield chunk
 
     async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
         async with aclosing(self._achunks(messages, stop, kwargs, blocks=self.output_version == "v1")) as chunks:
             async for chunk in chunks:
@@ -291,10 +274,11 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
             tool_choice = {"type": "function", "function": {"name": use.named}}
         elif use.required:
             tool_choice = "required"
-        bound: dict[str, Any] = {"tools": converted, "strict": strict, "parallel_tool_calls": parallel_tool_calls}
-        if tool_choice is not None:
-            bound["tool_choice"] = "none" if tool_choice is False else tool_choice
-        return self.bind(**{key: value for key, value in bound.items() if value is not None}, **kwargs)
+        elif tool_choice is False:
+            tool_choice = "none"
+        bound = {"tool_choice": tool_choice, "strict": strict, "parallel_tool_calls": parallel_tool_calls}
+        given = {key: value for key, value in bound.items() if value is not None}
+        return self.bind(tools=converted, **given, **kwargs)
 
     def with_structured_output(
         self,
@@ -378,6 +362,5 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
     @property
     def lc_attributes(self) -> dict[str, Any]:
         """Fields that are written in plain form."""
-        reuse = self.reuse.model_dump(mode="json", exclude_defaults=True)
-        http = self.http.model_dump(mode="json", exclude_defaults=True)
-        return {"mode": self.mode.value, "tokenization": self.tokenization.value, "reuse": reuse, "http": http}
+        plain = {name: getattr(self, name).model_dump(mode="json", exclude_defaults=True) for name in ("reuse", "http")}
+        return {"mode": self.mode.value, "tokenization": self.tokenization.value, **plain}

@@ -56,10 +56,8 @@ def call_config(config: RunnableConfig | None, kwargs: Mapping[str, Any]) -> dic
 
     Such a config is in no context variable, so it would not reach the methods that generate.
     """
-    found: dict[str, str] = {}
-    if config:
-        agent, session = _configured_agent(config), _configured_session(config)
-        found = {key: value for key, value in (("agent", agent), ("session", session)) if value}
+    told = {"agent": _configured_agent(config), "session": _configured_session(config)} if config else {}
+    found = {key: value for key, value in told.items() if value}
     return {**kwargs, CONFIG_KEYWORD: found} if found else dict(kwargs)
 
 
@@ -113,10 +111,9 @@ def _current_run() -> str | None:
         runtime = runtime_module.get_runtime()
     except RuntimeError:  # called outside a graph
         return None
-    control = getattr(runtime, "control", None)
+    control, info = getattr(runtime, "control", None), getattr(runtime, "execution_info", None)
     if control is None:
         return None
-    info = getattr(runtime, "execution_info", None)
     name = f"run:{getattr(info, 'run_id', None) or uuid.uuid4().hex}"
     _, name = _runs.setdefault(id(control), (control, name))  # one step, so that threads agree without a lock
     with suppress(KeyError):

@@ -90,10 +90,8 @@ def _content(message: BaseMessage) -> tuple[str, str]:
     if isinstance(message.content, str):
         return message.content, ""
     text, reasoning = [], []
-    for block in message.content:
-        if isinstance(block, str):
-            text.append(block)
-            continue
+    for part in message.content:
+        block = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = block.get("type", "text" if "text" in block else None)
         if kind in _TEXT_BLOCKS:
             text.append(str(block.get("text") or block.get("refusal") or ""))
@@ -185,16 +183,11 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
 
 def to_usage(usage: Usage) -> UsageMetadata:
     """Usage in LangChain's form; our own counts ride along as integers, which survive merging."""
-    details: dict[str, int] = {
-        "cache_read": usage.cache_read,
-        "kvcomm_exact": usage.exact,
-        "kvcomm_loaded": usage.loaded,
-        "kvcomm_repaired": usage.repaired,
-    }
+    ours = {f"kvcomm_{name}": getattr(usage, name) for name in ("exact", "loaded", "repaired")}
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
-        input_token_details=InputTokenDetails(**details),  # type: ignore[typeddict-item]
+        input_token_details=InputTokenDetails(cache_read=usage.cache_read, **ours),  # type: ignore[typeddict-item]
         output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
     )

@@ -1,4 +1,4 @@
-"""What a model can do, told by its files alone: a profile is asked for before any engine or tokenizer is loaded."""
+"""What a model can do, told by its files alone: LangChain asks before any engine or tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -76,15 +76,10 @@ def _json_of(model: str, name: str) -> dict[str, Any]:
 
 def _text_of(model: str, name: str) -> str | None:
     """A file of a model, from its folder or from the hub's cache; ``None`` if it is not on this machine."""
-    path: Any = Path(model) / name
-    if not Path(model).is_dir():
-        path = None
-        with suppress(ImportError, ValueError):
-            from huggingface_hub import try_to_load_from_cache
+    with suppress(ImportError, ValueError, OSError, TypeError):  # TypeError: the hub's cache does not have the file
+        if Path(model).is_dir():
+            return (Path(model) / name).read_text(encoding="utf-8")
+        from huggingface_hub import try_to_load_from_cache
 
-            path = try_to_load_from_cache(model, name)
-    if not isinstance(path, (str, Path)):
-        return None
-    with suppress(OSError, UnicodeDecodeError):
-        return Path(path).read_text(encoding="utf-8")
+        return Path(try_to_load_from_cache(model, name)).read_text(encoding="utf-8")  # type: ignore[arg-type]
     return None

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.base import OutputParserLike
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
@@ -38,43 +38,38 @@ def structured_model(
     if schema is None and method != "json_mode":
         raise ValueError(f"method={method!r} needs a schema; give one, or use method='json_mode'")
     traced = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}} if schema else {}
-    if method == "function_calling":
-        assert schema is not None
-        llm, parser = _by_call(model, schema, strict, {**traced, **extra})
-    elif method == "json_schema":
-        assert schema is not None
-        json_schema = convert_to_json_schema(schema)
-        described: dict[str, Any] = {"name": json_schema.get("title", "answer"), "schema": json_schema}
-        if strict is not None:
-            described["strict"] = strict
-        response_format = {"type": "json_schema", "json_schema": described}
-        llm, parser = model.bind(response_format=response_format, **traced, **extra), _json_parser(schema)
+    bound = {**traced, **extra}
+    llm: Runnable[LanguageModelInput, Any]
+    if method == "function_calling" and schema is not None:
+        name = convert_to_openai_tool(schema)["function"]["name"]
+        llm = model.bind_tools([schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **bound)
     else:
-        llm, parser = model.bind(response_format={"type": "json_object"}, **traced, **extra), _json_parser(schema)
+        llm = model.bind(response_format=_response_format(method, schema, strict), **bound)
+    parser = _parser(method, schema)
     return _with_raw(llm, parser) if include_raw else llm | parser
 
 
-def _by_call(
-    model: BaseChatModel, schema: Schema, strict: bool | None, bound: Mapping[str, Any]
-) -> tuple[Runnable[LanguageModelInput, Any], OutputParserLike[Any]]:
+def _response_format(method: Method, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
+    if method == "json_mode" or schema is None:
+        return {"type": "json_object"}
+    json_schema = convert_to_json_schema(schema)
+    described = {"name": json_schema.get("title", "answer"), "schema": json_schema}
+    return {"type": "json_schema", "json_schema": described if strict is None else {**described, "strict": strict}}
+
+
+def _parser(method: Method, schema: Schema | None) -> OutputParserLike[Any]:
+    pydantic = schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+    if method != "function_calling" or schema is None:
+        return PydanticOutputParser(pydantic_object=pydantic) if pydantic else JsonOutputParser()
+    if pydantic:
+        return PydanticToolsParser(tools=[pydantic], first_tool_only=True)
     name = convert_to_openai_tool(schema)["function"]["name"]
-    llm = model.bind_tools([schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **bound)
-    if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return llm, PydanticToolsParser(tools=[schema], first_tool_only=True)
-    return llm, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-
-
-def _json_parser(schema: Schema | None) -> BaseOutputParser[Any]:
-    if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return PydanticOutputParser(pydantic_object=schema)
-    return JsonOutputParser()
+    return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
 
 
 def _with_raw(
     llm: Runnable[LanguageModelInput, Any], parser: OutputParserLike[Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    parsed: Runnable[Any, Any] = RunnablePassthrough.assign(
-        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
-    )
-    failed: Runnable[Any, Any] = RunnablePassthrough.assign(parsed=lambda _: None)
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
