@@ -9,7 +9,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from autogen_core import CancellationToken, Component
@@ -49,17 +48,6 @@ from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
 from kvcomm_integrations.wire import RequestReport
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call, checked and converted."""
-
-    messages: tuple[ChatMessage, ...]
-    request: Mapping[str, Any]
-    """Arguments of ``ChatRuntime.prepare`` beside the messages."""
-    timeout: float | None
-    events: CallEvents
 
 
 class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientConfig]):
@@ -211,13 +199,13 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
             TimeoutError: the answer took longer than ``timeout``.
             asyncio.CancelledError: the token was cancelled.
         """
-        call = self._call(messages, tools, tool_choice, json_output, extra_create_args)
+        request, limits, events = self._request(messages, tools, tool_choice, json_output, extra_create_args)
         answer = Answer()
-        async with aclosing(until_cancelled(self._chunks(call), cancellation_token)) as chunks:
+        async with aclosing(until_cancelled(self._chunks(request, limits), cancellation_token)) as chunks:
             async for chunk in chunks:
                 answer.add(chunk)
         result = self._finish(answer)
-        call.events.call_ended(result, answer.end)
+        events.call_ended(result, answer.end)
         return result
 
     async def create_stream(
@@ -235,28 +223,29 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         Thinking is streamed between ``<think>`` and ``</think>``; it is in the result's ``thought``, not its content.
         Closing the stream early aborts the request. Arguments and errors are those of ``create``.
         """
-        call = self._call(messages, tools, tool_choice, json_output, extra_create_args)
+        request, limits, events = self._request(messages, tools, tool_choice, json_output, extra_create_args)
         answer, started = Answer(), False
-        async with aclosing(until_cancelled(self._chunks(call), cancellation_token)) as chunks:
+        async with aclosing(until_cancelled(self._chunks(request, limits), cancellation_token)) as chunks:
             async for chunk in chunks:
                 if not started:
-                    started = True
-                    call.events.stream_started()
+                    events.stream_started()
+                started = True
                 for text in answer.add(chunk):
                     yield text
         result = self._finish(answer)
-        call.events.stream_ended(result, answer.end)
+        events.stream_ended(result, answer.end)
         yield result
 
-    def _call(
+    def _request(
         self,
         messages: Sequence[LLMMessage],
         tools: Sequence[Tool | ToolSchema],
         tool_choice: ToolChoice,
         json_output: JsonOutput,
         extra_create_args: Mapping[str, Any],
-    ) -> _Call:
-        """Check and convert a call's arguments, in the caller's own context."""
+    ) -> tuple[dict[str, Any], dict[str, Any], CallEvents]:
+        """The arguments of the runtime's ``prepare``, those of its ``stream``, and what reports the call. Reads the
+        caller's context."""
         arguments = call_arguments(self._config, CreateArguments, extra_create_args, "extra_create_args")
         constraint = constraint_of(arguments, json_output, self._info)
         if tools and self._info["function_calling"] is False:
@@ -265,21 +254,21 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
             )
         defined = to_openai_tools(tools)
         caller = identify(messages, agent=arguments.kvcomm.agent, session=arguments.kvcomm.session)
-        converted = tuple(self._chat_messages(messages))
         request = {
             **arguments.for_runtime(caller, constraint),
+            "messages": self._chat_messages(messages),
             "tools": defined or None,
             "tool_choice": to_tool_choice(tool_choice, defined),
             "codec": tool_format_of(self._config),
         }
-        events = CallEvents(converted, defined, self._config.model, caller)
-        return _Call(converted, request, arguments.timeout, events)
+        events = CallEvents(request["messages"], defined, self._config.model, caller)
+        return request, {"timeout": arguments.timeout, "retries": self._config.max_retries}, events
 
-    async def _chunks(self, call: _Call) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, request: dict[str, Any], limits: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         runtime = self.runtime
-        arranged = await asyncio.to_thread(self._arranged, runtime, call.messages)  # may read the tokenizer's files
-        chat = await runtime.aprepare(arranged, **call.request)
-        async with aclosing(runtime.stream(chat, timeout=call.timeout, retries=self._config.max_retries)) as chunks:
+        arranged = await asyncio.to_thread(self._arranged, runtime, request["messages"])  # may read files
+        chat = await runtime.aprepare(**{**request, "messages": arranged})
+        async with aclosing(runtime.stream(chat, **limits)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -297,9 +286,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
         return result
 
     def _chat_messages(self, messages: Sequence[LLMMessage]) -> list[ChatMessage]:
-        return to_chat_messages(
-            messages, name_prefixes=self._config.add_name_prefixes, split_thought=self._thoughts.split
-        )
+        return to_chat_messages(messages, self._config.add_name_prefixes, self._thoughts.split)
 
     def _arranged(self, runtime: ChatRuntime, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """The messages with several system messages merged, if the model is said or found not to read them all."""

@@ -7,10 +7,9 @@ is running in a context variable. Inside a team its type is ``<agent>_<team>`` a
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -18,7 +17,6 @@ from autogen_core import AgentId, MessageHandlerContext
 from autogen_core.models import AssistantMessage, LLMMessage, SystemMessage
 
 from kvcomm_integrations.chat.caller import DEFAULT_AGENT, DEFAULT_SESSION, Caller
-from kvcomm_integrations.forks import watch
 
 _MAX_AGENTS = 4096
 _MAX_INNER = 16
@@ -108,40 +106,34 @@ class _Seen:
 
 
 class _AgentNames:
-    """Names agents by the id they run under and the system message they begin with. Thread-safe and bounded."""
+    """Names agents by the id they run under and the system message they begin with. Bounded.
+
+    An agent runs on one event loop, and every step on the dicts is one operation, so there is no lock.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._seen: OrderedDict[AgentId, _Seen] = OrderedDict()
-        self._lock = threading.Lock()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """In a forked child: a lock that no thread of the parent holds."""
-        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, str], _Seen] = OrderedDict()
 
     def name(self, running: AgentId, digest: str) -> str:
         """The running agent's own name, or ``<name>/<tool>`` for an agent that one of its tools runs."""
-        own = agent_name(running)
-        with self._lock:
-            seen = self._get(running)
-            if digest not in seen.names:
-                if len(seen.names) >= _MAX_INNER:
-                    return own
-                inner = seen.calls[0] if len(seen.calls) == 1 else digest or "inner"
-                seen.names[digest] = f"{own}/{inner}" if seen.names else own
-            return seen.names[digest]
+        own, seen = agent_name(running), self._get(running)
+        if digest in seen.names or len(seen.names) >= _MAX_INNER:
+            return seen.names.get(digest, own)
+        inner = seen.calls[0] if len(seen.calls) == 1 else digest or "inner"
+        return seen.names.setdefault(digest, f"{own}/{inner}" if seen.names else own)
 
     def note_calls(self, running: AgentId, names: Sequence[str]) -> None:
         """Remember the tools of the running agent's latest answer."""
-        with self._lock:
-            self._get(running).calls = tuple(names)
+        self._get(running).calls = tuple(names)
 
     def _get(self, running: AgentId) -> _Seen:
-        seen = self._seen.setdefault(running, _Seen())
-        self._seen.move_to_end(running)
-        while len(self._seen) > self._size:
-            self._seen.popitem(last=False)
+        key = (running.type, running.key)
+        seen = self._seen.setdefault(key, _Seen())
+        with suppress(KeyError):  # another loop's agents have pushed it out
+            self._seen.move_to_end(key)
+            while len(self._seen) > self._size:
+                self._seen.popitem(last=False)
         return seen
 
 

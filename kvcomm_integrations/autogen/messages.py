@@ -21,13 +21,8 @@ SplitThought = Callable[[Sequence[FunctionCall], str], tuple[str, str]]
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-def all_text(_: Sequence[FunctionCall], thought: str) -> tuple[str, str]:
-    """A ``SplitThought`` for answers nobody remembers: what stood beside the calls was text."""
-    return "", thought
-
-
 def to_chat_messages(
-    messages: Sequence[LLMMessage], *, name_prefixes: bool = False, split_thought: SplitThought = all_text
+    messages: Sequence[LLMMessage], name_prefixes: bool, split_thought: SplitThought
 ) -> list[ChatMessage]:
     """AutoGen messages as chat messages; one tool message per function result.
 
@@ -91,8 +86,7 @@ def merge_system_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     system = [message for message in messages if message.role == "system"]
     if len(system) < 2:
         return list(messages)
-    joined = "\n".join(message.content for message in system).rstrip()
-    merged = replace(system[0], content=joined)
+    merged = replace(system[0], content="\n".join(message.content for message in system).rstrip())
     kept = [message for message in messages if message.role != "system" or message is system[0]]
     return [merged if message is system[0] else message for message in kept]
 
@@ -112,13 +106,12 @@ def _to_openai_tool(schema: ToolSchema) -> dict[str, Any]:
         raise ConfigurationError(
             f"tool name {name!r} is not valid; use 1 to 64 letters, digits, underscores and hyphens"
         )
-    function: dict[str, Any] = {
+    function = {
         "name": name,
         "description": schema.get("description", ""),
         "parameters": dict(schema.get("parameters", {"type": "object", "properties": {}})),
+        **({"strict": True} if schema.get("strict") else {}),
     }
-    if schema.get("strict"):
-        function["strict"] = True
     return {"type": "function", "function": function}
 
 

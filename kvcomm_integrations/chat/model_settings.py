@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -131,11 +131,8 @@ class CallArguments(SamplingArguments):
     def for_runtime(self, caller: Caller, constraint: dict[str, Any] | None) -> dict[str, Any]:
         """Arguments of ``ChatRuntime.prepare``: all but messages, tools and how the model writes calls."""
         return {
-            "agent": caller.agent,
-            "session": caller.session,
-            "tenant": self.kvcomm.tenant,
-            "mode": self.kvcomm.mode,
-            "policy": self.kvcomm.policy,
+            **dict(self.kvcomm),
+            **asdict(caller),
             "parallel_tool_calls": self.parallel_tool_calls,
             "template_kwargs": self.chat_template_kwargs,
             "sampling": self.sampling(constraint),

@@ -202,9 +202,9 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
             raise ConfigurationError(
                 f"this model object runs {self.model!r} and cannot answer as {model!r}; make another ChatKVComm"
             )
-        configured = keywords.pop(CONFIG_KEYWORD, None)
+        configured = keywords.pop(CONFIG_KEYWORD, {})
         call = call_keywords(self, stop, keywords)
-        caller = identify(ensure_config(), configured, agent=call.kvcomm.agent, session=call.kvcomm.session)
+        caller = identify(ensure_config(), configured, call.kvcomm.agent, call.kvcomm.session)
         request = {
             **call.for_runtime(caller, call.constraint()),
             "messages": to_chat_messages(messages),

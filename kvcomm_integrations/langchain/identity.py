@@ -25,17 +25,10 @@ CONFIG_KEYWORD = "kvcomm_config"
 _MODEL_NODES = ("model", "agent")
 """Names that prebuilt agents give to their model-calling node; they say nothing about which agent it is."""
 _MAX_RUNS = 4096
-_SEPARATOR = "/"
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
 
 
-def identify(
-    config: RunnableConfig,
-    given: Mapping[str, str] | None = None,
-    *,
-    agent: str | None = None,
-    session: str | None = None,
-) -> Caller:
+def identify(config: RunnableConfig, given: Mapping[str, str], agent: str | None, session: str | None) -> Caller:
     """The agent and the session of a call.
 
     Args:
@@ -44,11 +37,8 @@ def identify(
         agent: Explicit agent (a field or a bound keyword); wins over everything.
         session: Explicit session; wins over everything.
     """
-    given = given or {}
-    return Caller(
-        agent=agent or given.get("agent") or agent_key(config),
-        session=session or given.get("session") or session_key(config),
-    )
+    agent = agent or given.get("agent") or agent_key(config)
+    return Caller(agent, session or given.get("session") or session_key(config))
 
 
 def call_config(config: RunnableConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +73,7 @@ def agent_key(config: RunnableConfig) -> str:
     names = _namespace_names(str(metadata.get("langgraph_checkpoint_ns") or ""))
     if len(names) > 1 and names[-1] in _MODEL_NODES:
         names.pop()
-    return _SEPARATOR.join(names) or str(metadata.get("langgraph_node") or "") or DEFAULT_AGENT
+    return "/".join(names) or str(metadata.get("langgraph_node") or "") or DEFAULT_AGENT
 
 
 def _namespace_names(namespace: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -56,30 +56,22 @@ def to_chat_messages(messages: Sequence[BaseMessage]) -> list[ChatMessage]:
 
 def _to_chat_message(message: BaseMessage, names: Mapping[str, str]) -> ChatMessage:
     text, reasoning = _content(message)
-    if isinstance(message, AIMessage):
-        return ChatMessage(
-            role="assistant",
-            content=text,
-            name=message.name,
-            tool_calls=tuple(_calls(message)),
-            reasoning=reasoning or str(message.additional_kwargs.get("reasoning_content") or "") or None,
-            segment_id=_segment_id(message),
-        )
-    if isinstance(message, ToolMessage):
-        name = message.name or names.get(message.tool_call_id)
-        return ChatMessage(role="tool", content=text, name=name, tool_call_id=message.tool_call_id)
-    if isinstance(message, FunctionMessage):
-        return ChatMessage(role="tool", content=text, name=message.name)
-    return ChatMessage(role=_role(message), content=text, name=message.name, segment_id=_segment_id(message))
-
-
-def _role(message: BaseMessage) -> str:
-    if isinstance(message, SystemMessage):
-        return "system"
-    if isinstance(message, HumanMessage):
-        return "user"
-    if isinstance(message, RoleMessage):
-        return message.role
+    name, segment_id = message.name, _segment_id(message)
+    match message:
+        case AIMessage():
+            reasoning = reasoning or str(message.additional_kwargs.get("reasoning_content") or "")
+            calls = tuple(_calls(message))
+            return ChatMessage("assistant", text, name, calls, reasoning=reasoning or None, segment_id=segment_id)
+        case ToolMessage(tool_call_id=call_id):
+            return ChatMessage("tool", text, name or names.get(call_id), tool_call_id=call_id)
+        case FunctionMessage():
+            return ChatMessage("tool", text, name)
+        case SystemMessage():
+            return ChatMessage("system", text, name, segment_id=segment_id)
+        case HumanMessage():
+            return ChatMessage("user", text, name, segment_id=segment_id)
+        case RoleMessage(role=role):
+            return ChatMessage(role, text, name, segment_id=segment_id)
     raise ConfigurationError(
         f"a {type(message).__name__} cannot be sent to the model; use system, human, AI or tool messages"
     )
@@ -105,16 +97,16 @@ def _content(message: BaseMessage) -> tuple[str, str]:
     return "".join(text), "".join(reasoning)
 
 
-def _calls(message: AIMessage) -> Iterable[dict[str, Any]]:
+def _calls(message: AIMessage) -> Iterator[dict[str, Any]]:
     """Calls in OpenAI form with parsed arguments; a call that could not be parsed keeps its raw text."""
     for call in message.tool_calls:
         yield _call(call["id"], call["name"], call["args"])
     for invalid in message.invalid_tool_calls:
-        yield _call(invalid["id"], invalid["name"] or "", invalid["args"] or "")
+        yield _call(invalid["id"], invalid["name"], invalid["args"] or "")
 
 
-def _call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(call_id: str | None, name: str | None, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id or "", "type": "function", "function": {"name": name or "", "arguments": arguments}}
 
 
 def _segment_id(message: BaseMessage) -> str | None:

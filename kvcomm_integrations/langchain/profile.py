@@ -42,8 +42,7 @@ def model_profile(
         # ``create_agent`` sends tools and a response format together where this is true.
         structured_output=tool_format is not None and tool_format.calls_beside_answer,
     )
-    limit = context or _context_of(model)
-    if limit:
+    if limit := context or _context_of(model):
         profile["max_input_tokens"] = limit
         profile["max_output_tokens"] = min(max_tokens or limit, limit)
     return profile

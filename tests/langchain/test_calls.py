@@ -215,6 +215,26 @@ def test_unknown_keywords_are_refused(make):
         make().invoke("q", model="other")
 
 
+def test_values_are_checked_before_the_engine_sees_them(make):
+    model = make()
+    with pytest.raises(ConfigurationError, match="temperature='hot'"):
+        model.invoke("q", temperature="hot")
+    with pytest.raises(ConfigurationError, match=r"kvcomm.agnet is unknown; known are agent, session, tenant"):
+        model.invoke("q", kvcomm={"agnet": "x"})
+    with pytest.raises(ConfigurationError, match="sometimes"):
+        model.invoke("q", kvcomm={"mode": "sometimes"})
+    with pytest.raises(ValueError, match="temperature"):
+        make(temperature=-1)
+    assert fake(model).requests == []
+
+
+def test_none_takes_back_what_the_model_says_and_otherwise_means_not_given(make):
+    model = make("ok", temperature=0.5)
+    model.invoke("q", temperature=None, parallel_tool_calls=None, min_tokens=None, kvcomm=None)
+    assert fake(model).requests[0].sampling.temperature is None
+    assert fake(model).requests[0].sampling.min_tokens == 0
+
+
 def test_mode_policy_and_tenant_reach_the_engine(make):
     model = make("ok", mode="observe", policy="kvcomm", tenant="a/b@c")
     model.invoke("q")

@@ -120,6 +120,7 @@ def test_what_tracing_is_told(make):
         ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ["yes", "no"]}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": Answer}, {"json": Answer.model_json_schema()}),
     ],
 )
 def test_constraints_can_be_bound_directly(make, asked, sent):
