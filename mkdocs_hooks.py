@@ -44,7 +44,10 @@ def settings_table(path: str) -> str:
     """A table of a pydantic model's fields: type, default, and the docstring under each."""
     module, _, name = path.rpartition(".")
     model = getattr(import_module(module), name)
-    docs = field_docstrings(module, name)
+    docs: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if cls.__module__.startswith("kvcomm_integrations."):
+            docs |= field_docstrings(cls.__module__, cls.__name__)
     lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     for field, info in model.model_fields.items():
         kind = str(info.annotation).replace("typing.", "").replace("|", "\\|")
