@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from kvcomm_integrations.chat.request_log import RequestLog
 from kvcomm_integrations.chat.tool_format import ToolFormat, ToolUse, tool_use
 from kvcomm_integrations.chat.tracing import chat_span
 from kvcomm_integrations.config import Isolation
-from kvcomm_integrations.engines.interface import Engine, GenerationRequest, SamplingOptions
-from kvcomm_integrations.engines.loop import LoopThread
-from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineError
+from kvcomm_integrations.engines.interface import Engine, GenerationRequest, SamplingOptions, check_prompt
+from kvcomm_integrations.engines.loop import sync_loop
+from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.forks import watch
 from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
 from kvcomm_integrations.prompts.builder import PromptBuilder
@@ -185,12 +185,7 @@ class ChatRuntime:
         sampling = sampling or SamplingOptions()
         constrained = sampling.structured_output is not None
         sampling = codec.adjust(tokenizer, use, sampling, prompt)
-        limit = self.engine.max_model_len
-        if len(prompt.token_ids) >= limit:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt.token_ids)} tokens, but the model's context holds {limit} with at least "
-                "one for the answer; shorten the history or raise max_model_len"
-            )
+        check_prompt(prompt, self.engine.max_model_len, self.engine.config.model)
         params = prompt.params(
             agent=agent,
             session=session,
@@ -251,81 +246,35 @@ class ChatRuntime:
     ) -> AsyncGenerator[Chunk, None]:
         answer = self._collector(chat)
         recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
-        deltas = self.engine.generate(chat.request)
         try:
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        delta = await anext(deltas)
-                except StopAsyncIteration:
-                    break
-                except TimeoutError as err:
-                    if timeout is None:
-                        raise
-                    raise TimeoutError(_too_slow(timeout)) from err
-                recording.delta(delta)
-                for piece in answer.feed(delta):
-                    yield piece
+            async with aclosing(self.engine.generate(chat.request)) as deltas:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            delta = await anext(deltas)
+                    except StopAsyncIteration:
+                        break
+                    except TimeoutError as err:
+                        if timeout is None:
+                            raise
+                        raise TimeoutError(
+                            f"no complete answer within timeout={timeout} s; raise timeout or lower max_tokens"
+                        ) from err
+                    recording.delta(delta)
+                    for chunk in answer.feed(delta):
+                        yield chunk
             last = answer.last()
             recording.done(last)
         except BaseException as err:
             recording.failed(err)
             raise
-        finally:
-            await _aclose(deltas)
         yield last
 
     def stream_sync(
         self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
     ) -> Generator[Chunk, None, None]:
-        """``stream`` for callers without an event loop."""
-        with (
-            chat_span(self.engine.config, chat.request) as span,
-            closing(self._stream_sync(chat, timeout, retries)) as pieces,
-        ):
-            for piece in pieces:
-                span.note(piece)
-                yield piece
-
-    def _stream_sync(self, chat: PreparedChat, timeout: float | None, retries: int) -> Generator[Chunk, None, None]:
-        if timeout is not None:
-            # Only a task can be interrupted while it waits, so a time limit needs a loop.
-            loop = LoopThread("kvcomm-timeout")
-            try:
-                yield from loop.stream_sync(lambda: self._stream(chat, timeout, retries))
-            finally:
-                loop.stop()
-            return
-        for attempt in range(retries + 1):
-            begun = False
-            try:
-                for piece in self._stream_once_sync(chat):
-                    begun = True
-                    yield piece
-                return
-            except EngineError as err:
-                if begun or attempt == retries or not err.worth_retrying:
-                    raise
-                time.sleep(_FIRST_PAUSE * 2**attempt)
-
-    def _stream_once_sync(self, chat: PreparedChat) -> Iterator[Chunk]:
-        answer = self._collector(chat)
-        recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
-        deltas = self.engine.generate_sync(chat.request)
-        try:
-            for delta in deltas:
-                recording.delta(delta)
-                yield from answer.feed(delta)
-            last = answer.last()
-            recording.done(last)
-        except BaseException as err:
-            recording.failed(err)
-            raise
-        finally:
-            close = getattr(deltas, "close", None)
-            if close is not None:
-                close()
-        yield last
+        """``stream`` for callers without an event loop: it runs on a loop that all of them share."""
+        return sync_loop().stream_sync(lambda: self.stream(chat, timeout=timeout, retries=retries))
 
     def count_tokens(
         self,
@@ -367,16 +316,6 @@ def runtime_for(engine: Engine) -> ChatRuntime:
     runtime = attributes.get(_RUNTIME) or attributes.setdefault(_RUNTIME, ChatRuntime(engine))
     assert isinstance(runtime, ChatRuntime)
     return runtime
-
-
-async def _aclose(deltas: Any) -> None:
-    close = getattr(deltas, "aclose", None)
-    if close is not None:
-        await close()
-
-
-def _too_slow(timeout: float | None) -> str:
-    return f"no complete answer within timeout={timeout} s; raise timeout or lower max_tokens"
 
 
 __all__ = ["DEFAULT_TENANT", "ChatRuntime", "PreparedChat", "runtime_for", "tenant_salt"]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob, check_prompt
 from kvcomm_integrations.engines.schema_examples import example_text
-from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError
+from kvcomm_integrations.errors import EngineClosedError
 from kvcomm_integrations.forks import watch
 from kvcomm_integrations.planning.forecast import PlanForecast
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -87,7 +86,7 @@ class FakeEngine(Engine):
         """See ``Engine.max_model_len``."""
         return self._max_model_len
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See ``Engine.generate``."""
         plan, finished = self._plan(request), False
         try:
@@ -98,23 +97,6 @@ class FakeEngine(Engine):
         finally:
             if not finished:
                 self.aborted.append(request)
-
-    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
-        """See ``Engine.generate_sync``."""
-        plan, finished = self._plan(request), False
-        try:
-            for i, delta in enumerate(plan):
-                if pause := self._token_latency if i else self._latency:
-                    time.sleep(pause)
-                finished = delta.finish_reason is not None
-                yield delta
-        finally:
-            if not finished:
-                self.aborted.append(request)
-
-    async def aclose(self) -> None:
-        """See ``Engine.aclose``."""
-        self.close()
 
     def close(self) -> None:
         """See ``Engine.close``."""
@@ -129,8 +111,7 @@ class FakeEngine(Engine):
             if isinstance(answer, Exception):
                 raise answer
             prompt = request.prompt.token_ids
-            if len(prompt) >= self._max_model_len:
-                raise ContextOverflowError(f"the prompt has {len(prompt)} tokens; the limit is {self._max_model_len}")
+            check_prompt(request.prompt, self._max_model_len, self.config.model)
             deltas = self._deltas(request, answer)
             said = [token for delta in deltas for token in delta.token_ids]
             ended = bool(said) and said[-1] in self._tokenizer.eos_token_ids

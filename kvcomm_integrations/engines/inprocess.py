@@ -1,25 +1,22 @@
-"""The in-process engine: vLLM's ``AsyncLLM`` with our connector, started on first use, living in a loop thread."""
+"""The in-process engine: vLLM with the kvcomm connector, started on first use, in a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import gc
 import logging
-import multiprocessing
-import os
-import sys
 import threading
 import time
 import uuid
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, TokenLogprob
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, check_prompt
 from kvcomm_integrations.engines.learned_state import (
     Call,
     StateSummary,
@@ -30,90 +27,22 @@ from kvcomm_integrations.engines.learned_state import (
 )
 from kvcomm_integrations.engines.loop import LoopThread
 from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
-from kvcomm_integrations.errors import (
-    ContextOverflowError,
-    EngineClosedError,
-    EngineError,
-    EngineForkedError,
-    KVCommError,
-    RequestRefusedError,
+from kvcomm_integrations.engines.vllm_outputs import SchedulerSnapshot, StatsKeeper, delta_of
+from kvcomm_integrations.engines.vllm_processes import (
+    claim_process,
+    disown_processes,
+    refuse_in_forked_child,
+    start_progress,
 )
+from kvcomm_integrations.errors import EngineClosedError, EngineError, KVCommError, RequestRefusedError
 from kvcomm_integrations.forks import abandon, watch
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
-from kvcomm_integrations.wire import Mode, RequestReport
+from kvcomm_integrations.wire import Mode
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-from dataclasses import dataclass
+    from vllm import AsyncEngineArgs
 
-
-@dataclass(frozen=True)
-class SchedulerSnapshot:
-    """vLLM's own counters after its latest step."""
-
-    usage: float = 0.0
-    """Share of the paged cache's blocks held by requests."""
-    running: int = 0
-    waiting: int = 0
-
-
-class StatsKeeper:
-    """Receives vLLM's statistics and keeps the latest; ``factory`` goes into ``stat_loggers``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._latest = SchedulerSnapshot()
-
-    @property
-    def latest(self) -> SchedulerSnapshot:
-        """The snapshot after the latest step; all zero before the first."""
-        with self._lock:
-            return self._latest
-
-    def note(self, stats: Any) -> None:
-        """Take in vLLM's ``SchedulerStats``."""
-        with self._lock:
-            self._latest = SchedulerSnapshot(stats.kv_cache_usage, stats.num_running_reqs, stats.num_waiting_reqs)
-
-    def factory(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """A vLLM statistics logger that reports here."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        keeper = self
-
-        class Logger(StatLoggerBase):
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-                del vllm_config, engine_index
-
-            def record(
-                self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-            ) -> None:
-                if scheduler_stats is not None:
-                    keeper.note(scheduler_stats)
-
-            def log_engine_initialized(self) -> None:
-                """Nothing to say."""
-
-        return Logger(vllm_config, engine_index)
-
-
-@contextlib.contextmanager
-def engine_start_progress(model: str) -> Iterator[None]:
-    """A spinner on standard error while the block runs."""
-    if os.environ.get("KVCOMM_PROGRESS", "1") == "0":
-        yield
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"Starting vLLM with {model} (about half a minute on a CPU) ..."):
-        yield
-
-
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 30.0
@@ -127,14 +56,11 @@ class InProcessEngine(Engine):
         config: model, sizes and reuse settings.
     """
 
-    _started_in: ClassVar[int | None] = None
-    """Process in which vLLM has been started; in processes forked from it vLLM cannot be started again."""
-
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._lock = threading.Lock()
         self._loop: LoopThread | None = None
-        self._llm: AsyncLLM | None = None
+        self._llm: Any = None
         self._tokenizer: ChatTokenizer | None = None
         self._closed = False
         self._stats = StatsKeeper()
@@ -150,7 +76,7 @@ class InProcessEngine(Engine):
             return
         abandon(self._loop, self._llm)
         self._loop = self._llm = None
-        _disown_vllm()
+        disown_processes()
 
     @property
     def closed(self) -> bool:
@@ -176,42 +102,31 @@ class InProcessEngine(Engine):
         """
         self._started()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         if self._llm is None:
-            import asyncio
-
             await asyncio.to_thread(self._started)
-        loop = self._thread()
-        async with contextlib.aclosing(loop.stream(lambda: self._generate(request))) as deltas:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._thread().stream(lambda: self._generate(request))) as deltas:
             async for delta in deltas:
                 yield delta
 
-    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
-        self._started()
-        yield from self._thread().stream_sync(lambda: self._generate(request))
-
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension on every worker; returns one answer per worker."""
-        llm = self._started()
-        return list(self._thread().run(llm.collective_rpc(method, args=args)))
+        return self._with_workers(lambda call: call(method, *args))
 
     def save_state(self, path: str | Path, *, tenant: str | None = None) -> StateSummary:
-        llm = self._started()
-        return self._thread().run(save_state(_caller(llm), path, tenant))
+        return self._with_workers(lambda call: save_state(call, path, tenant))
 
     def load_state(self, path: str | Path, *, tenant: str | None = None, merge: bool = False) -> StateSummary:
-        llm = self._started()
-        return self._thread().run(load_state(_caller(llm), path, tenant, merge=merge))
+        return self._with_workers(lambda call: load_state(call, path, tenant, merge=merge))
 
     def clear_state(self, *, tenant: str | None = None) -> StateSummary:
-        llm = self._started()
-        return self._thread().run(clear_state(_caller(llm), tenant))
+        return self._with_workers(lambda call: clear_state(call, tenant))
 
     def reset_prefix_cache(self, *, references: bool = False, corrections: bool = False) -> bool:
         """Empty the exact prefix cache; returns whether it could be emptied.
 
         Args:
-            references: forget our references too.
+            references: forget references too.
             corrections: forget what policies have learned; do both after a change of weights.
         """
         llm = self._started()
@@ -241,11 +156,6 @@ class InProcessEngine(Engine):
         total = int(self._started().vllm_config.cache_config.num_gpu_blocks)
         return round(total * (1 - self._stats.latest.usage))
 
-    async def aclose(self) -> None:
-        import asyncio
-
-        await asyncio.to_thread(self.close)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -263,63 +173,64 @@ class InProcessEngine(Engine):
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
-    def _thread(self) -> LoopThread:
-        self._refuse_in_forked_child()
-        loop = self._loop
-        if self._closed or loop is None:
-            raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
-        return loop
-
-    def _started(self) -> AsyncLLM:
-        self._refuse_in_forked_child()
+    def _started(self) -> Any:
+        """vLLM's ``AsyncLLM``, started if need be."""
+        refuse_in_forked_child(self.config.model)
         with self._lock:
             if self._closed:
-                raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
+                raise self._gone()
             if self._llm is None:
-                _refuse_in_spawned_child()
-                InProcessEngine._started_in = os.getpid()
-                with engine_start_progress(self.config.model):
+                claim_process()
+                with start_progress(self.config.model):
                     require_vllm()
                     self._loop = self._loop or LoopThread("kvcomm-engine")
                     self._loop.run(self._start())
                     atexit.register(self.close)  # now, so that it runs before what vLLM's imports have registered
-            assert self._llm is not None
             return self._llm
 
-    def _refuse_in_forked_child(self) -> None:
-        owner = InProcessEngine._started_in
-        if owner not in (None, os.getpid()):
-            raise EngineForkedError(
-                f"the engine for {self.config.model!r} cannot be used in process {os.getpid()}, which was forked from "
-                f"process {owner} after vLLM had been started there. Let several processes share a served engine "
-                f"(kvcomm serve {self.config.model}, then base_url=...), fork before the first call, or start the "
-                'process with multiprocessing.get_context("spawn")'
-            )
-
     async def _start(self) -> None:
-        """Start vLLM. Keeps it in no local variable: some import below remembers this frame for good."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        self._start_vllm()
+        stats = await self._llm.collective_rpc("kvcomm_stats")
+        self.repair_refusal = next((r["repair_refusal"] for r in stats if r["repair_refusal"]), None)
+        path = self.config.state_path
+        if path is None or not state_place(path).exists():
+            return
         try:
-            self._llm = AsyncLLM.from_engine_args(engine_args(self.config), stat_loggers=[self._stats.factory])
+            await load_state(_caller(self._llm), path)
+        except KVCommError:  # an engine that starts without its state and does not say so would hide it
+            llm, self._llm = self._llm, None
+            llm.shutdown(timeout=SHUTDOWN_S)
+            raise
+
+    def _start_vllm(self) -> None:
+        """Start vLLM. Keeps it in no local variable: some import below remembers this frame for good."""
+        try:
+            from kvcomm_integrations.connector.compat import async_llm, stat_logger
+
+            self._llm = async_llm(self._arguments(), stat_logger(self._stats.note))
         except KVCommError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM could not start with model {self.config.model!r}: {error}") from error
-        stats = await self._llm.collective_rpc("kvcomm_stats")
-        self.repair_refusal = next((r["repair_refusal"] for r in stats if r["repair_refusal"]), None)
-        await self._warm_start()
 
-    async def _warm_start(self) -> None:
-        path = self.config.state_path
-        if path is None or self._llm is None or not state_place(path).exists():
-            return
-        try:
-            await load_state(_caller(self._llm), path)
-        except KVCommError:  # refused: an engine that silently starts cold would hide it
-            llm, self._llm = self._llm, None
-            llm.shutdown(timeout=SHUTDOWN_S)
-            raise
+    def _arguments(self) -> AsyncEngineArgs:
+        return engine_args(self.config)
+
+    def _thread(self) -> LoopThread:
+        """The loop vLLM lives in, once it has been started."""
+        refuse_in_forked_child(self.config.model)
+        loop = self._loop
+        if self._closed or loop is None:
+            raise self._gone()
+        return loop
+
+    def _with_workers(self, work: Callable[[Call], Coroutine[Any, Any, T]]) -> T:
+        """Run on vLLM's loop what calls the workers."""
+        llm = self._started()
+        return self._thread().run(work(_caller(llm)))
+
+    def _gone(self) -> EngineClosedError:
+        return EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
 
     # ---- generate --------------------------------------------------------------------------------------------------
 
@@ -344,21 +255,17 @@ class InProcessEngine(Engine):
                 yield replace(delta, report=report)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        from vllm.inputs import TokensPrompt
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm import TokensPrompt
 
+        from kvcomm_integrations.connector.compat import engine_errors
+
+        engine_dead, generate_failed = engine_errors()
         llm = self._llm
         if llm is None:
-            raise EngineClosedError(f"the engine for {self.config.model!r} has been closed; make a new chat model")
+            raise self._gone()
         limit = int(llm.vllm_config.model_config.max_model_len)
+        check_prompt(request.prompt, limit, self.config.model)
         tokens = len(request.prompt.token_ids)
-        if tokens >= limit:
-            raise ContextOverflowError(
-                f"the prompt has {tokens} tokens; the model {self.config.model!r} takes fewer than {limit} "
-                "(max_model_len), answer included: shorten the conversation or raise max_model_len"
-            )
-        if tokens == 0:
-            raise RequestRefusedError("the prompt is empty")
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
@@ -371,20 +278,20 @@ class InProcessEngine(Engine):
             async with contextlib.aclosing(llm.generate(prompt, params, request_id)) as outputs:
                 async for output in outputs:
                     ttft = ttft if ttft is not None else (time.monotonic() - started) * 1e3
-                    delta = _delta(output, tokens, completion, ttft)
+                    delta = delta_of(output, tokens, completion, ttft)
                     completion += len(delta.token_ids)
                     yield delta
-        except EngineDeadError as error:
+        except engine_dead as error:
             self._forget_dead(llm)
             raise EngineError(
                 f"the vLLM engine for {self.config.model!r} has died; see its log above. The next call starts it anew"
             ) from error
-        except EngineGenerateError as error:
+        except generate_failed as error:
             raise EngineError(f"vLLM failed at request {request_id}: {error}") from error
         except ValueError as error:
             raise RequestRefusedError(f"vLLM refused request {request_id}: {error}") from error
 
-    def _forget_dead(self, llm: AsyncLLM) -> None:
+    def _forget_dead(self, llm: Any) -> None:
         with self._lock:
             if self._llm is llm:
                 self._llm = None
@@ -392,14 +299,27 @@ class InProcessEngine(Engine):
             llm.shutdown()
 
 
-def _caller(llm: AsyncLLM) -> Call:
+class PlainEngine(InProcessEngine):
+    """The in-process engine with the same arguments but no connector. Its answers carry no report."""
+
+    async def _start(self) -> None:
+        self._start_vllm()
+
+    def _arguments(self) -> AsyncEngineArgs:
+        arguments = super()._arguments()
+        arguments.kv_transfer_config = None
+        arguments.worker_extension_cls = ""
+        return arguments
+
+
+def _caller(llm: Any) -> Call:
     async def call(method: str, *args: Any) -> list[Any]:
         return list(await llm.collective_rpc(method, args=args))
 
     return call
 
 
-def _save_last(loop: LoopThread, llm: AsyncLLM, path: str) -> None:
+def _save_last(loop: LoopThread, llm: Any, path: str) -> None:
     """Save before the engine goes; a failure must not keep it from going."""
     try:
         loop.run(save_state(_caller(llm), path), timeout=SHUTDOWN_S)
@@ -407,74 +327,5 @@ def _save_last(loop: LoopThread, llm: AsyncLLM, path: str) -> None:
         logger.exception("What was learned could not be saved to %s", path)
 
 
-async def _shutdown(llm: AsyncLLM) -> None:
+async def _shutdown(llm: Any) -> None:
     llm.shutdown(timeout=SHUTDOWN_S)
-
-
-def _delta(output: RequestOutput, prompt_tokens: int, completion_before: int, ttft_ms: float) -> Delta:
-    part = output.outputs[0]
-    ids = tuple(part.token_ids)
-    last = output.finished
-    return Delta(
-        text=part.text,
-        token_ids=ids,
-        logprobs=_logprobs(part.logprobs, ids),
-        finish_reason=part.finish_reason if last else None,
-        stop_reason=part.stop_reason if last else None,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_before + len(ids),
-        cached_tokens=output.num_cached_tokens or 0,
-        ttft_ms=ttft_ms if last else None,
-        queue_ms=_queue_ms(output.metrics) if last else None,
-        report=RequestReport.from_transfer_params(output.kv_transfer_params) if last else None,
-    )
-
-
-def _queue_ms(metrics: Any) -> float | None:
-    """Milliseconds from arrival in the scheduler to the first step, by vLLM's own clock."""
-    queued, scheduled = getattr(metrics, "queued_ts", 0.0), getattr(metrics, "scheduled_ts", 0.0)
-    return max(0.0, (scheduled - queued) * 1e3) if queued and scheduled else None
-
-
-def _logprobs(steps: Any, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-    if not steps:
-        return ()
-    result = []
-    for token, choices in zip(ids, steps, strict=False):
-        top = tuple(
-            (candidate, entry.decoded_token or "", entry.logprob)
-            for candidate, entry in sorted(choices.items(), key=lambda item: -item[1].logprob)
-        )
-        own = choices[token]
-        result.append(TokenLogprob(token, own.decoded_token or "", own.logprob, top))
-    return tuple(result)
-
-
-def _disown_vllm() -> None:
-    """Take the parent's processes away from this child's exit handlers: vLLM's and multiprocessing's end them."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        alive = finalizer.peek()
-        if alive is not None and str(getattr(alive[1], "__module__", "")).startswith("vllm."):
-            finalizer.detach()
-    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-
-
-def _refuse_in_spawned_child() -> None:
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        main = getattr(sys.modules.get("__main__"), "__file__", "your script")
-        raise EngineError(
-            f"vLLM starts subprocesses that import {main} again: put the code that calls the model under "
-            'if __name__ == "__main__":'
-        )
-
-
-class PlainEngine(InProcessEngine):
-    """The in-process engine with the same arguments but no connector. Its answers carry no report."""
-
-    async def _start(self) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        arguments = engine_args(self.config)
-        arguments.kv_transfer_config = None
-        arguments.worker_extension_cls = ""
-        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stats.factory])

@@ -1,16 +1,18 @@
-"""The one interface every engine implements. Knows segmented prompts and reports; no messages, no tensors, no vLLM."""
+"""The one interface every engine implements: a segmented prompt in, deltas of an answer and a report out."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.learned_state import StateSummary
-from kvcomm_integrations.errors import EngineError
+from kvcomm_integrations.engines.loop import sync_loop
+from kvcomm_integrations.errors import ContextOverflowError, EngineError, RequestRefusedError
 from kvcomm_integrations.ids import tenant_salt
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -71,7 +73,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a growing answer. The last one has ``finish_reason`` set and carries usage and report."""
+    """Some more of a growing answer. The last one has ``finish_reason`` set and carries usage and report."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -106,17 +108,17 @@ class Engine(ABC):
         """Longest prompt plus answer, tokens. May start the engine."""
 
     @abstractmethod
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Stream an answer. Starts the engine on first use. Closing the iterator or cancelling the task aborts.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Stream an answer. Starts the engine on first use. Closing the generator or cancelling the task aborts.
 
         Raises:
             ContextOverflowError: the prompt does not fit.
             EngineError: the engine could not start, died, or refused the request.
         """
 
-    @abstractmethod
-    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
-        """``generate`` for callers without an event loop. Closing the iterator aborts."""
+    def generate_sync(self, request: GenerationRequest) -> Generator[Delta, None, None]:
+        """``generate`` for callers without an event loop. Closing the generator aborts."""
+        return sync_loop().stream_sync(lambda: self.generate(request))
 
     def save_state(self, path: str | Path, *, tenant: str | None = None) -> StateSummary:
         """Write what the engine has learned to a file, for a warm start or to be merged with other replicas' files.
@@ -162,16 +164,37 @@ class Engine(ABC):
 
     def release_session(self, session: str, *, tenant: str = "default", cache_salt: str | None = None) -> None:
         """``arelease_session`` for callers without an event loop."""
-        for _ in self.generate_sync(_farewell(session, tenant, cache_salt)):
-            pass
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Shut the engine down, waiting until its processes are gone. Idempotent."""
+        sync_loop().run(self.arelease_session(session, tenant=tenant, cache_salt=cache_salt))
 
     @abstractmethod
     def close(self) -> None:
-        """``aclose`` for callers without an event loop."""
+        """Shut the engine down, waiting until its processes are gone. Idempotent."""
+
+    async def aclose(self) -> None:
+        """``close`` for callers on an event loop."""
+        await asyncio.to_thread(self.close)
+
+
+def check_prompt(prompt: SegmentedPrompt, limit: int, model: str) -> None:
+    """Refuse a prompt that no answer can follow.
+
+    Args:
+        prompt: The prompt.
+        limit: Longest prompt plus answer, tokens.
+        model: The model's name.
+
+    Raises:
+        RequestRefusedError: the prompt is empty.
+        ContextOverflowError: the prompt leaves no room for an answer.
+    """
+    tokens = len(prompt.token_ids)
+    if tokens == 0:
+        raise RequestRefusedError("the prompt is empty")
+    if tokens >= limit:
+        raise ContextOverflowError(
+            f"the prompt has {tokens} tokens; the model {model!r} takes fewer than {limit} (max_model_len), answer "
+            "included: shorten the conversation or raise max_model_len"
+        )
 
 
 def _farewell(session: str, tenant: str, cache_salt: str | None) -> GenerationRequest:

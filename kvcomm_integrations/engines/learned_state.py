@@ -7,14 +7,14 @@ between two of its steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcomm_integrations.errors import StateFileError
 
-Call = Callable[..., Awaitable[list[Any]]]
+Call = Callable[..., Coroutine[Any, Any, list[Any]]]
 """``call(method, *args)`` runs a method of the worker extension on every worker: one answer each."""
 
 

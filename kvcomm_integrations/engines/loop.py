@@ -1,21 +1,25 @@
-"""A thread with an event loop of its own: vLLM's engine lives there, callers come from anywhere."""
+"""A thread with an event loop of its own: engines live in one, and callers without a loop run their calls in another."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
 import selectors
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvcomm_integrations.errors import EngineForkedError
 from kvcomm_integrations.forks import abandon, let_go, watch
 
 T = TypeVar("T")
+
+CANCEL_S = 10.0
+"""How long to wait for a cancelled stream to end, seconds."""
 
 
 class _End:
@@ -41,6 +45,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """It runs, and in this process."""
+        return not self._forked and self._thread.is_alive()
+
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine there and wait for it. Not to be called from the loop's own thread."""
         return self.submit(work).result(timeout)
@@ -54,8 +63,8 @@ class LoopThread:
             raise
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def stream(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncIterator[T]:
-        """Read a stream that lives there from another loop. Leaving early cancels it there."""
+    async def stream(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+        """Read a stream that lives there from another loop, as fast as it comes. Leaving early cancels it there."""
         caller = asyncio.get_running_loop()
         items: asyncio.Queue[T | _End] = asyncio.Queue()
 
@@ -74,25 +83,37 @@ class LoopThread:
             if not self._forked:
                 pump.cancel()
 
-    def stream_sync(self, make: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
-        """Read a stream that lives there from a thread without a loop. Leaving early cancels it there."""
+    def stream_sync(self, make: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
+        """Read a stream that lives there from a thread without a loop, an item at a time.
+
+        It goes on only when the next item is asked for. Leaving early, by ``close`` or an exception such as
+        ``KeyboardInterrupt``, cancels it there and waits until it has ended. Context variables are the caller's.
+        """
         items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
-        pump = self.submit(_pump(make, items.put))
+        wanted = asyncio.Semaphore(0)
+        pump = self.submit(_pump(make, items.put, wanted))
+        item: T | _End | None = None
         try:
-            while not isinstance(item := items.get(), _End):
-                yield item
+            while True:
                 self._refuse_in_child()
+                self._soon(wanted.release)
+                item = items.get()
+                if isinstance(item, _End):
+                    break
+                yield item
             if item.error is not None:
                 raise item.error
         finally:
-            if not self._forked:
-                pump.cancel()
-                with contextlib.suppress(CancelledError):
-                    pump.exception(timeout=10)
+            if not self._forked and not isinstance(item, _End):
+                self._soon(pump.cancel)
+                if threading.current_thread() is not self._thread:  # the garbage collector may be the one that leaves
+                    with contextlib.suppress(queue.Empty):
+                        while not isinstance(items.get(timeout=CANCEL_S), _End):
+                            """What was on its way is of no use any more."""
 
     def stop(self) -> None:
         """Cancel what is running there, stop the loop and end the thread. Idempotent."""
-        if self._forked or not self._thread.is_alive():
+        if not self.alive:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
@@ -106,6 +127,11 @@ class LoopThread:
         registered = [key.fd for key in self._selector.get_map().values()]
         fileno = getattr(self._selector, "fileno", None)
         let_go(registered if fileno is None else [*registered, fileno()])
+
+    def _soon(self, callback: Callable[[], Any]) -> None:
+        """Call there. On a loop that has ended nothing is left to call for."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
 
     def _refuse_in_child(self) -> None:
         if self._forked:
@@ -127,15 +153,39 @@ class LoopThread:
             self._loop.close()
 
 
-async def _pump(make: Callable[[], AsyncGenerator[T, None]], put: Callable[[T | _End], None]) -> None:
+async def _pump(
+    make: Callable[[], AsyncGenerator[T, None]],
+    put: Callable[[T | _End], None],
+    wanted: asyncio.Semaphore | None = None,
+) -> None:
+    """Hand over the items of a stream and then its end; with ``wanted`` each item only once it is asked for."""
     error: BaseException | None = None
     try:
         async with contextlib.aclosing(make()) as source:
-            async for item in source:
-                put(item)
+            while wanted is None or await wanted.acquire():
+                put(await anext(source))
+    except StopAsyncIteration:
+        """The stream has come to its end."""
     except asyncio.CancelledError:
         raise
-    except Exception as caught:  # noqa: BLE001 - handed on to the reader
+    except BaseException as caught:  # noqa: BLE001 - handed on to the reader
         error = caught
     finally:
         put(_End(error))
+
+
+_sync_loop: LoopThread | None = None
+
+
+def sync_loop() -> LoopThread:
+    """The loop on which callers without one run their calls; made on first use, and anew in a forked child.
+
+    There is no lock that a fork could leave held: of two threads that come first at once each may make a loop, and one
+    of the two then idles.
+    """
+    global _sync_loop
+    loop = _sync_loop
+    if loop is None or not loop.alive:
+        loop = _sync_loop = LoopThread("kvcomm-sync")
+        atexit.register(loop.stop)
+    return loop

@@ -107,8 +107,8 @@ def test_an_answer_without_text_registers_nothing(tokenizer, script):
 
 def test_an_engine_error_in_the_middle_registers_nothing_and_is_not_retried(tokenizer):
     class Breaking(FakeEngine):
-        def generate_sync(self, request):
-            yield next(iter(super().generate_sync(request)))
+        async def generate(self, request):
+            yield await anext(super().generate(request))
             raise EngineError("died")
 
     chat = ChatRuntime(Breaking(tokenizer, ANSWER))
@@ -119,8 +119,8 @@ def test_an_engine_error_in_the_middle_registers_nothing_and_is_not_retried(toke
 
 def test_a_stream_without_an_end_is_an_error(tokenizer):
     class Silent(FakeEngine):
-        def generate_sync(self, request):
-            yield next(iter(super().generate_sync(request)))
+        async def generate(self, request):
+            yield await anext(super().generate(request))
 
     chat = ChatRuntime(Silent(tokenizer, ANSWER))
     with pytest.raises(EngineError, match="without a finish reason"):

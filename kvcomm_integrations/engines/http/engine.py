@@ -8,16 +8,16 @@ import contextlib
 import hashlib
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator
 
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.http.handshake import Server, shake_hands
 from kvcomm_integrations.engines.http.remote_tokenizer import fetch_tokenizer, local_tokenizer
 from kvcomm_integrations.engines.http.streaming import completion_body, read_deltas
 from kvcomm_integrations.engines.http.transport import Transport, server_url
-from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest
+from kvcomm_integrations.engines.interface import Delta, Engine, GenerationRequest, check_prompt
 from kvcomm_integrations.engines.loop import LoopThread
-from kvcomm_integrations.errors import ContextOverflowError, EngineClosedError, RequestRefusedError
+from kvcomm_integrations.errors import EngineClosedError
 from kvcomm_integrations.forks import abandon, watch
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import SESSION_HEADER
@@ -26,8 +26,8 @@ from kvcomm_integrations.wire import SESSION_HEADER
 class HttpEngine(Engine):
     """A vLLM server, reached through one pool of connections in a thread of its own.
 
-    Nothing is sent before first use. The server may run our connector (then prompts are reused as in this process) or
-    not (then it is an ordinary vLLM server, and one warning says so). A forked child opens connections of its own.
+    Nothing is sent before first use. The server may have the kvcomm connector (then prompts are reused as in this
+    process) or not (then it is an ordinary vLLM server, and one warning says so). A forked child opens connections of its own.
 
     Args:
         config: ``base_url`` and ``model`` at least.
@@ -91,25 +91,14 @@ class HttpEngine(Engine):
                 self._server = loop.run(shake_hands(transport, self.config, tokenizer))
             return self._server
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See ``Engine.generate``; closing the connection makes the server abort."""
         if self._server is None:
             await asyncio.to_thread(lambda: self.server)
         loop, transport = self._connection()
-        make = lambda: self._generate(transport, request)  # noqa: E731
-        async with contextlib.aclosing(loop.stream(make)) as deltas:  # type: ignore[type-var]
+        async with contextlib.aclosing(loop.stream(lambda: self._generate(transport, request))) as deltas:
             async for delta in deltas:
                 yield delta
-
-    def generate_sync(self, request: GenerationRequest) -> Iterator[Delta]:
-        """See ``Engine.generate_sync``."""
-        self.server  # noqa: B018 - the handshake
-        loop, transport = self._connection()
-        yield from loop.stream_sync(lambda: self._generate(transport, request))
-
-    async def aclose(self) -> None:
-        """See ``Engine.aclose``. The server goes on."""
-        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """See ``Engine.close``. The server goes on."""
@@ -138,14 +127,7 @@ class HttpEngine(Engine):
     async def _generate(self, transport: Transport, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         server, tokenizer = self._server, self._tokenizer
         assert server is not None and tokenizer is not None
-        tokens = len(request.prompt.token_ids)
-        if tokens == 0:
-            raise RequestRefusedError("the prompt is empty")
-        if tokens >= server.max_model_len:
-            raise ContextOverflowError(
-                f"the prompt has {tokens} tokens; the model {server.model!r} takes fewer than {server.max_model_len} "
-                "(max_model_len), answer included: shorten the conversation or serve it with a larger max_model_len"
-            )
+        check_prompt(request.prompt, server.max_model_len, server.model)
         request_id = request.request_id or f"kvcomm-{uuid.uuid4().hex}"
         body = completion_body(request, server, request_id)
         headers = {SESSION_HEADER: session_key(request.params.tenant, request.params.session)}
