@@ -179,7 +179,7 @@ class EngineConfig(Settings):
     http: HttpConfig = Field(default_factory=HttpConfig)
     """Timeouts, retries and TLS of a server's connections."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; ``None``: the model's, which a server that knows us hands out itself."""
+    """Folder or hub id of the tokenizer; ``None``: the model's, which a server with our connector hands out itself."""
     dtype: str = "auto"
     """Weights and cache type; ``auto`` is float32 on a CPU and the model's own type elsewhere."""
     max_model_len: int | None = Field(default=None, ge=16)

@@ -16,7 +16,7 @@ from kvcomm_integrations.errors import WireError
 WIRE_KEY = "kvcomm"
 WIRE_VERSION = 1
 INFO_PATH = "/v1/kvcomm"
-"""Where a server that knows us says so: a ``ServerInfo``."""
+"""Where a server with the kvcomm connector says so: a ``ServerInfo``."""
 TOKENIZER_PATH = "/v1/kvcomm/tokenizer"
 """Where such a server hands out its tokenizer's files: a JSON object of names and texts."""
 SESSION_HEADER = "X-Session-ID"
@@ -187,23 +187,28 @@ class EdgeReport(BaseModel):
         return Health.OPEN if isinstance(value, str) and value not in tuple(Health) else value
 
 
-class SegmentReport(BaseModel):
-    """What happened to one segment. Token counts add up to ``end - start``.
-
-    ``exact`` came from the prefix cache or is a copy of the beginning of an earlier, equal prompt, ``loaded`` came
-    from a reference plus correction, ``repaired`` from the repair pass, ``computed`` from vLLM's own forward.
-    """
+class TokenCounts(BaseModel):
+    """What became of tokens, by ``TREATMENTS``."""
 
     model_config = ConfigDict(frozen=True)
+
+    exact: int = 0
+    """From the prefix cache, or a copy of the beginning of an earlier, equal prompt."""
+    loaded: int = 0
+    """From a reference plus correction."""
+    repaired: int = 0
+    """From the repair pass."""
+    computed: int = 0
+    """From vLLM's own forward."""
+
+
+class SegmentReport(TokenCounts):
+    """What happened to one segment. Token counts add up to ``end - start``."""
 
     kind: SegmentKind
     name: str = ""
     start: int
     end: int
-    exact: int = 0
-    loaded: int = 0
-    repaired: int = 0
-    computed: int = 0
     source: str = ""
     """Agent whose cache the reference was taken from; empty if nothing was loaded."""
     confidence: float | None = None
@@ -216,20 +221,14 @@ class SegmentReport(BaseModel):
     """The edge the segment was judged on; ``None`` where there was no reference to judge."""
 
 
-class RequestReport(BaseModel):
+class RequestReport(TokenCounts):
     """What happened to one request's prompt. ``mode`` is what was done, not what was asked for."""
-
-    model_config = ConfigDict(frozen=True)
 
     agent: str = "default"
     session: str = "default"
     mode: Mode = Mode.AUTO
     policy: str = ""
     prompt_tokens: int = 0
-    exact: int = 0
-    loaded: int = 0
-    repaired: int = 0
-    computed: int = 0
     plan_ms: float = 0.0
     load_ms: float = 0.0
     repair_ms: float = 0.0
@@ -247,7 +246,7 @@ class RequestReport(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """What a server that knows us says of itself."""
+    """What a server with the kvcomm connector says of itself."""
 
     model_config = ConfigDict(frozen=True)
 

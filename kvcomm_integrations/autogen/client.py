@@ -259,7 +259,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
             "messages": self._chat_messages(messages),
             "tools": defined or None,
             "tool_choice": to_tool_choice(tool_choice, defined),
-            "codec": tool_format_of(self._config),
+            "tool_format": tool_format_of(self._config),
         }
         events = CallEvents(request["messages"], defined, self._config.model, caller)
         return request, {"timeout": arguments.timeout, "retries": self._config.max_retries}, events

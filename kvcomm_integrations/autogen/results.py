@@ -10,7 +10,7 @@ from typing import cast
 from autogen_core import FunctionCall
 from autogen_core.models import ChatCompletionTokenLogprob, CreateResult, FinishReasons, RequestUsage, TopLogprob
 
-from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, InvalidCallPiece, ReasoningChunk, TextChunk
+from kvcomm_integrations.chat.chunks import CallChunk, Chunk, FinalChunk, InvalidCallChunk, ReasoningChunk, TextChunk
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import EngineError
 
@@ -55,7 +55,7 @@ class Answer:
             shown += [chunk.text] if chunk.text else []
         elif isinstance(chunk, CallChunk):
             self._add_call(chunk)
-        elif isinstance(chunk, InvalidCallPiece):
+        elif isinstance(chunk, InvalidCallChunk):
             shown += self._withdraw(chunk)
         else:
             self._end = chunk
@@ -70,7 +70,7 @@ class Answer:
         call.name += _NOT_IN_NAME.sub("_", chunk.name or "")[:64]
         call.arguments += chunk.arguments
 
-    def _withdraw(self, chunk: InvalidCallPiece) -> list[str]:
+    def _withdraw(self, chunk: InvalidCallChunk) -> list[str]:
         """A call that was cut off becomes text, so that nothing runs it. Arguments that are no JSON AutoGen refuses."""
         if not chunk.cut:
             return []

@@ -1,4 +1,4 @@
-"""The typed pieces a chat answer arrives in. Pure data; no engine, no codec, no framework."""
+"""The typed chunks a chat answer arrives in. Pure data; no engine, no tool format, no framework."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallChunk:
 
 
 @dataclass(frozen=True)
-class InvalidCallPiece:
+class InvalidCallChunk:
     """A call that must not be run although its fragments have been handed out. Comes after the last of them."""
 
     index: int
@@ -88,11 +88,11 @@ class FinalChunk:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     ttft_ms: float | None = None
-    invalid_calls: tuple[InvalidCallPiece, ...] = ()
+    invalid_calls: tuple[InvalidCallChunk, ...] = ()
     """The invalid calls of the answer once more."""
 
 
 AnswerChunk = TextChunk | ReasoningChunk | CallChunk
-"""What a codec produces."""
-Chunk = AnswerChunk | InvalidCallPiece | FinalChunk
+"""What a tool format produces."""
+Chunk = AnswerChunk | InvalidCallChunk | FinalChunk
 """What a caller of the chat runtime receives; exactly one ``FinalChunk``, at the end."""

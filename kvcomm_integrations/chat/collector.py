@@ -1,4 +1,4 @@
-"""Collects one growing answer: deltas in, pieces out, and at the end the registered response and the usage."""
+"""Collects one growing answer: deltas in, chunks out, and at the end the registered response and the usage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcomm_integrations.chat.chunks import (
     AnswerChunk,
     CallChunk,
     FinalChunk,
-    InvalidCallPiece,
+    InvalidCallChunk,
     ReasoningChunk,
     TextChunk,
     Usage,
@@ -29,7 +29,7 @@ class AnswerCollector:
     Args:
         tokenizer: The model's tokenizer.
         registry: Where the finished response is registered.
-        parser: Splits the text into pieces.
+        parser: Splits the text into chunks.
         request: The request being answered.
         session: The session's key in the registry.
         tools: What the answer may call.
@@ -54,19 +54,19 @@ class AnswerCollector:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls = _Calls(parser, request, tools)
-        self._invalid: tuple[InvalidCallPiece, ...] = ()
+        self._invalid: tuple[InvalidCallChunk, ...] = ()
         self._end: Delta | None = None
 
-    def feed(self, delta: Delta) -> Iterator[AnswerChunk | InvalidCallPiece]:
-        """Take one delta and yield the pieces that are certain by now; at the end, which calls must not be run."""
+    def feed(self, delta: Delta) -> Iterator[AnswerChunk | InvalidCallChunk]:
+        """Take one delta and yield the chunks that are certain by now; at the end, which calls must not be run."""
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         ended = delta.finish_reason is not None
         if ended:
             self._end = delta
-        for piece in self._parser.feed(delta.text, delta.token_ids, last=ended):
-            self._note(piece)
-            yield piece
+        for chunk in self._parser.feed(delta.text, delta.token_ids, last=ended):
+            self._note(chunk)
+            yield chunk
         self._calls.text += delta.text
         if ended:
             self._invalid = tuple(self._calls.invalid(delta, len(self._token_ids)))
@@ -98,13 +98,13 @@ class AnswerCollector:
         """The model has called something, be it with arguments that are no JSON."""
         return len(self._calls.parts) > sum(call.cut for call in self._invalid)
 
-    def _note(self, piece: AnswerChunk) -> None:
-        if isinstance(piece, TextChunk):
-            self._text.append(piece.text)
-        elif isinstance(piece, ReasoningChunk):
-            self._reasoning.append(piece.text)
-        elif isinstance(piece, CallChunk):
-            self._calls.parts.setdefault(piece.index, []).append(piece)
+    def _note(self, chunk: AnswerChunk) -> None:
+        if isinstance(chunk, TextChunk):
+            self._text.append(chunk.text)
+        elif isinstance(chunk, ReasoningChunk):
+            self._reasoning.append(chunk.text)
+        elif isinstance(chunk, CallChunk):
+            self._calls.parts.setdefault(chunk.index, []).append(chunk)
 
     def _answer_ids(self) -> list[int]:
         """Generated ids without the token that ended the answer."""
@@ -165,7 +165,7 @@ class _Calls:
             for tool in tools.tools
         }
 
-    def invalid(self, end: Delta, size: int) -> Iterator[InvalidCallPiece]:
+    def invalid(self, end: Delta, size: int) -> Iterator[InvalidCallChunk]:
         """The calls that the end of the answer (of ``size`` tokens) has cut off, and those without a JSON object."""
         for index, parts in self.parts.items():
             name = next((part.name for part in parts if part.name), "")
@@ -176,7 +176,7 @@ class _Calls:
             if cut:
                 fault = f"{self._what_ended(end, size)} {fault}"
             call_id = next((part.id for part in parts if part.id), None)
-            yield InvalidCallPiece(index, call_id, name, arguments, self._written(index, name, arguments), fault, cut)
+            yield InvalidCallChunk(index, call_id, name, arguments, self._written(index, name, arguments), fault, cut)
 
     def _fault(self, index: int, name: str, arguments: str, end: Delta) -> tuple[str, bool]:
         """What is wrong with a call, if anything, and whether the end of the answer is to blame."""

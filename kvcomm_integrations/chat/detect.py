@@ -1,4 +1,4 @@
-"""Which codec a model needs: told by marks in its chat template, or named by the user."""
+"""Which tool format a model needs: told by marks in its chat template, or named by the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MARKS: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
 
 
 def tool_format_for(tokenizer: ChatTokenizer) -> ToolFormat:
-    """The codec for a model: Hermes unless its chat template speaks another family's language.
+    """The tool format for a model: Hermes unless its chat template speaks another family's language.
 
     Raises:
         UnsupportedModelError: the family's answers cannot be read.
@@ -51,5 +51,5 @@ def tool_format_of_template(template: str, source: str) -> ToolFormat:
 
 @lru_cache(maxsize=32)
 def named_tool_format(tool_parser: str | None, reasoning_parser: str | None) -> ToolFormat:
-    """A codec over vLLM's parsers of these names, as ``--tool-call-parser`` and ``--reasoning-parser`` take them."""
+    """A format read by vLLM's parsers of these names: those of ``--tool-call-parser`` and ``--reasoning-parser``."""
     return VllmFormat(tool_parser, reasoning_parser)

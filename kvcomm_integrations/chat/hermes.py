@@ -1,4 +1,4 @@
-"""The default codec: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and ``<think>...</think>``.
+"""The default tool format: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and ``<think>...</think>``.
 
 This is the form Hermes, Qwen and most ChatML models were trained on. Pure text; needs no vLLM.
 """
@@ -214,10 +214,10 @@ class HermesParser(AnswerParser):
     def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
         """See ``AnswerParser.feed``."""
         self._buffer += text
-        pieces: list[AnswerChunk] = []
-        while self._state(pieces, last):
+        chunks: list[AnswerChunk] = []
+        while self._state(chunks, last):
             pass
-        return pieces
+        return chunks
 
     def closed(self, index: int) -> bool | None:
         """See ``AnswerParser.closed``."""
@@ -225,7 +225,7 @@ class HermesParser(AnswerParser):
 
     # Each state consumes what it can from the buffer and returns True when another state should go on.
 
-    def _start(self, pieces: list[AnswerChunk], final: bool) -> bool:
+    def _start(self, chunks: list[AnswerChunk], final: bool) -> bool:
         body = self._buffer.lstrip()
         if not body and not final:
             return False
@@ -243,51 +243,51 @@ class HermesParser(AnswerParser):
         self._trim = self._thinking_given
         return True
 
-    def _think(self, pieces: list[AnswerChunk], final: bool) -> bool:
+    def _think(self, chunks: list[AnswerChunk], final: bool) -> bool:
         before, closed, after = self._buffer.partition(THINK_CLOSE)
         if closed:
-            self._emit_reasoning(pieces, before.rstrip())
+            self._emit_reasoning(chunks, before.rstrip())
             self._buffer, self._state, self._trim = after, self._text, True
             return True
         settled = before if final else before[: len(before) - _held(before, THINK_CLOSE)]
         keep = len(before) - len(settled.rstrip())
-        self._emit_reasoning(pieces, before[: len(before) - keep])
+        self._emit_reasoning(chunks, before[: len(before) - keep])
         self._buffer = before[len(before) - keep :]
         return False
 
-    def _emit_reasoning(self, pieces: list[AnswerChunk], text: str) -> None:
+    def _emit_reasoning(self, chunks: list[AnswerChunk], text: str) -> None:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
         if text:
-            pieces.append(ReasoningChunk(text))
+            chunks.append(ReasoningChunk(text))
 
-    def _text(self, pieces: list[AnswerChunk], final: bool) -> bool:
+    def _text(self, chunks: list[AnswerChunk], final: bool) -> bool:
         if not self._calls:
-            self._emit_text(pieces, self._buffer)
+            self._emit_text(chunks, self._buffer)
             self._buffer = ""
             return False
         before, opened, after = self._buffer.partition(CALL_OPEN)
         if opened:
-            self._emit_text(pieces, before, before_call=True)
+            self._emit_text(chunks, before, before_call=True)
             self._buffer, self._state, self._call = after, self._in_call, _Call(self._index)
             return True
         keep = 0 if final else _held(before, CALL_OPEN)
-        self._emit_text(pieces, before[: len(before) - keep])
+        self._emit_text(chunks, before[: len(before) - keep])
         self._buffer = before[len(before) - keep :]
         if final and self._space and not self._index:
-            pieces.append(TextChunk(self._space))
+            chunks.append(TextChunk(self._space))
             self._space = ""
         return False
 
-    def _emit_text(self, pieces: list[AnswerChunk], text: str, *, before_call: bool = False) -> None:
+    def _emit_text(self, chunks: list[AnswerChunk], text: str, *, before_call: bool = False) -> None:
         """White space is held back until text follows it: between calls, and before the first, it means nothing."""
         if self._trim:
             text = text.lstrip()
             self._trim = not text
         if not self._calls:
             if text:
-                pieces.append(TextChunk(text))
+                chunks.append(TextChunk(text))
             return
         text = self._space + text
         body = text.rstrip()
@@ -296,14 +296,14 @@ class HermesParser(AnswerParser):
             body = body.lstrip()
         if body:
             self._said_text = True
-            pieces.append(TextChunk(body))
+            chunks.append(TextChunk(body))
 
-    def _in_call(self, pieces: list[AnswerChunk], final: bool) -> bool:
+    def _in_call(self, chunks: list[AnswerChunk], final: bool) -> bool:
         call = self._call
         assert call is not None
         consumed, fragments = call.feed(self._buffer, final=final)
         if self._parallel or self._index == 0:
-            pieces.extend(fragments)
+            chunks.extend(fragments)
         self._buffer = self._buffer[consumed:]
         if call.named:
             self._closed[self._index] = call.ended
@@ -334,36 +334,36 @@ class _Call:
 
     def feed(self, text: str, *, final: bool) -> tuple[int, list[AnswerChunk]]:
         """Characters consumed, and the fragments they gave."""
-        pieces: list[AnswerChunk] = []
+        chunks: list[AnswerChunk] = []
         at = 0
         if not self.named:
             match = _NAME.match(text)
             if match and (match.end() < len(text) or final):
-                self._open(pieces, json.loads(match.group(1)))
+                self._open(chunks, json.loads(match.group(1)))
                 at = match.end()
             elif CALL_CLOSE in text or final:
                 return self._whole(text)
             else:
-                return 0, pieces
+                return 0, chunks
         if self._scan is not None and not self._scan.done:
             size = self._scan.advance(text[at:])
             if size:
-                pieces.append(CallChunk(self._index, arguments=text[at : at + size]))
+                chunks.append(CallChunk(self._index, arguments=text[at : at + size]))
             at += size
         if self._scan is not None and not self._scan.done:
             self.closed = final
-            return at, pieces
+            return at, chunks
         end = text.find(CALL_CLOSE, at)
         if end < 0:
             self.closed = final
-            return (len(text) if final else at), pieces
+            return (len(text) if final else at), chunks
         self.closed = self.tagged = True
-        return end + len(CALL_CLOSE), pieces
+        return end + len(CALL_CLOSE), chunks
 
-    def _open(self, pieces: list[AnswerChunk], name: str) -> None:
+    def _open(self, chunks: list[AnswerChunk], name: str) -> None:
         self.named = True
         self._scan = _JsonEnd()
-        pieces.append(CallChunk(self._index, id=new_call_id(), name=name))
+        chunks.append(CallChunk(self._index, id=new_call_id(), name=name))
 
     def _whole(self, text: str) -> tuple[int, list[AnswerChunk]]:
         """Keys in another order, or something that is no call: decide once the whole body is there."""
@@ -383,7 +383,7 @@ class _Call:
 
 
 class _JsonEnd:
-    """Finds where one JSON value ends in text that arrives piece by piece.
+    """Finds where one JSON value ends in text that arrives chunk by chunk.
 
     A value that is never closed (a broken call) ends at the closing tag.
     """

@@ -115,7 +115,7 @@ class Recording:
         self._tokens = 0
 
     def delta(self, delta: Delta) -> None:
-        """Note a piece of the answer."""
+        """Note a chunk of the answer."""
         if self._first_ms is None and delta.token_ids:
             self._first_ms = self._elapsed_ms()
         self._tokens += len(delta.token_ids)
@@ -124,9 +124,9 @@ class Recording:
         if delta.finish_reason is not None:
             self._last = delta
 
-    def done(self, piece: FinalChunk) -> None:
+    def done(self, chunk: FinalChunk) -> None:
         """The answer is complete."""
-        self._log.add(self.record(piece.finish_reason), self)
+        self._log.add(self.record(chunk.finish_reason), self)
 
     def failed(self, error: BaseException) -> None:
         """The request ended without a complete answer: an error, or nobody wanted the rest."""

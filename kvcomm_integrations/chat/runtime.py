@@ -1,7 +1,7 @@
-"""The chat runtime both framework adapters stand on: messages in, typed pieces of an answer out.
+"""The chat runtime both framework adapters stand on: messages in, typed chunks of an answer out.
 
 One runtime per engine holds the registry of shared contents, so every model object on one engine knows what the others
-have said. Knows engines, prompts and codecs; no framework, no tensors.
+have said. Knows engines, prompts and tool formats; no framework, no tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PreparedChat:
 
     request: GenerationRequest
     tools: ToolUse
-    codec: ToolFormat
+    tool_format: ToolFormat
     constrained: bool
     """The answer follows a JSON constraint the caller asked for."""
     prepare_ms: float = 0.0
@@ -54,22 +54,22 @@ class PreparedChat:
 
 
 class ChatRuntime:
-    """Turns chats into segmented requests and streams of deltas into pieces.
+    """Turns chats into segmented requests and streams of deltas into chunks.
 
     Safe to use from any thread and any event loop. Prefer ``runtime_for(engine)`` over the constructor, so that all
     users of one engine share one registry.
 
     Args:
         engine: The engine that runs the model.
-        codec: How the model writes tool calls and reasoning; ``None`` chooses one for the model.
+        tool_format: How the model writes tool calls and reasoning; ``None`` chooses one for the model.
         registry: Shared contents of all sessions; ``None`` makes a new one.
     """
 
     def __init__(
-        self, engine: Engine, *, codec: ToolFormat | None = None, registry: ContentRegistry | None = None
+        self, engine: Engine, *, tool_format: ToolFormat | None = None, registry: ContentRegistry | None = None
     ) -> None:
         self.engine = engine
-        self._codec = codec
+        self._tool_format = tool_format
         self._registry = registry
         self._builder: PromptBuilder | None = None
         self._runs: RequestLog | None = None
@@ -99,11 +99,11 @@ class ChatRuntime:
             return self._runs
 
     @property
-    def codec(self) -> ToolFormat:
+    def tool_format(self) -> ToolFormat:
         """How the model writes tool calls and reasoning, told by its chat template."""
-        if self._codec is None:
-            self._codec = tool_format_for(self.engine.tokenizer)
-        return self._codec
+        if self._tool_format is None:
+            self._tool_format = tool_format_for(self.engine.tokenizer)
+        return self._tool_format
 
     @property
     def builder(self) -> PromptBuilder:
@@ -142,7 +142,7 @@ class ChatRuntime:
         tool_choice: str | bool | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         strict: bool | None = None,
-        codec: ToolFormat | None = None,
+        tool_format: ToolFormat | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         mode: Mode = Mode.AUTO,
         policy: str | None = None,
@@ -156,10 +156,10 @@ class ChatRuntime:
             session: Whose shared contents may be reused.
             tenant: Whose exact prefix cache may be hit.
             tools: Definitions in OpenAI form.
-            tool_choice: Any form that ``codec.tool_use`` takes.
+            tool_choice: Any form that ``tool_format.tool_use`` takes.
             parallel_tool_calls: Allow more than one call in one answer.
             strict: Force tool arguments to follow their schema.
-            codec: How the model writes tool calls and reasoning; ``None``: the runtime's.
+            tool_format: How the model writes tool calls and reasoning; ``None``: the runtime's.
             template_kwargs: More variables for the chat template (``enable_thinking``, ...).
             mode: How the request is treated by reuse.
             policy: Correction policy for this request; ``None``: the engine's.
@@ -173,8 +173,8 @@ class ChatRuntime:
         if not messages:
             raise ConfigurationError("a chat needs at least one message; got none")
         use = tool_use(tools, tool_choice, parallel=parallel_tool_calls, strict=strict)
-        codec, tokenizer = codec or self.codec, self.engine.tokenizer
-        shown, shown_tools = codec.encode(tokenizer, messages, use)
+        tool_format, tokenizer = tool_format or self.tool_format, self.engine.tokenizer
+        shown, shown_tools = tool_format.encode(tokenizer, messages, use)
         prompt = self.builder.build(
             shown,
             session=registry_session(tenant, session),
@@ -184,7 +184,7 @@ class ChatRuntime:
         ).prompt
         sampling = sampling or SamplingOptions()
         constrained = sampling.structured_output is not None
-        sampling = codec.adjust(tokenizer, use, sampling, prompt)
+        sampling = tool_format.adjust(tokenizer, use, sampling, prompt)
         check_prompt(prompt, self.engine.max_model_len, self.engine.config.model)
         params = prompt.params(
             agent=agent,
@@ -197,7 +197,7 @@ class ChatRuntime:
         salt = None if self.engine.config.reuse.isolation is Isolation.GLOBAL else tenant_salt(tenant)
         request = GenerationRequest(prompt=prompt, params=params, sampling=sampling, cache_salt=salt)
         prepare_ms = (time.perf_counter() - started) * 1e3
-        return PreparedChat(request, tools=use, codec=codec, constrained=constrained, prepare_ms=prepare_ms)
+        return PreparedChat(request, tools=use, tool_format=tool_format, constrained=constrained, prepare_ms=prepare_ms)
 
     async def aprepare(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedChat:
         """``prepare`` in a thread: an event loop must not wait for a tokenizer or a starting engine."""
@@ -206,35 +206,35 @@ class ChatRuntime:
     async def stream(
         self, chat: PreparedChat, *, timeout: float | None = None, retries: int = 0
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the answer; the last piece is a ``FinalChunk``.
+        """Stream the answer; the last chunk is a ``FinalChunk``.
 
-        The response is registered as a shared content just before that piece. A stream that is closed early, cancelled
+        The response is registered as a shared content just before that chunk. A stream that is closed early, cancelled
         or failing registers nothing.
 
         Args:
             chat: From ``prepare``.
             timeout: Seconds the whole answer may take, counted from here: starting the engine is not part of it.
-            retries: How often to try again after an engine error that came before the first piece.
+            retries: How often to try again after an engine error that came before the first chunk.
 
         Raises:
             TimeoutError: the answer took longer than ``timeout``.
             EngineError: the engine failed and no retry was left.
         """
         with chat_span(self.engine.config, chat.request) as span:
-            async with aclosing(self._stream(chat, timeout, retries)) as pieces:
-                async for piece in pieces:
-                    span.note(piece)
-                    yield piece
+            async with aclosing(self._stream(chat, timeout, retries)) as chunks:
+                async for chunk in chunks:
+                    span.note(chunk)
+                    yield chunk
 
     async def _stream(self, chat: PreparedChat, timeout: float | None, retries: int) -> AsyncGenerator[Chunk, None]:
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         for attempt in range(retries + 1):
             begun = False
             try:
-                async with aclosing(self._stream_once(chat, deadline, timeout)) as pieces:
-                    async for piece in pieces:
+                async with aclosing(self._stream_once(chat, deadline, timeout)) as chunks:
+                    async for chunk in chunks:
                         begun = True
-                        yield piece
+                        yield chunk
                 return
             except EngineError as err:
                 if begun or attempt == retries or not err.worth_retrying:
@@ -287,7 +287,7 @@ class ChatRuntime:
         if not messages:
             return 0
         tokenizer = self.engine.tokenizer
-        shown, shown_tools = self.codec.encode(tokenizer, messages, tool_use(tools))
+        shown, shown_tools = self.tool_format.encode(tokenizer, messages, tool_use(tools))
         _, text = arrange(
             shown, lambda dicts: tokenizer.render(dicts, tools=shown_tools, **dict(template_kwargs or {}))
         )
@@ -295,7 +295,7 @@ class ChatRuntime:
 
     def _collector(self, chat: PreparedChat) -> AnswerCollector:
         prompt, tokenizer = chat.request.prompt, self.engine.tokenizer
-        parser = chat.codec.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
+        parser = chat.tool_format.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
         params = chat.request.params
         return AnswerCollector(
             tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session), chat.tools

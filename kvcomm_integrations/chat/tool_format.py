@@ -1,6 +1,6 @@
 """The interface between the chat runtime and one model family's way of writing tool calls and reasoning.
 
-Knows tool definitions in OpenAI form and answer pieces; no engine, no framework.
+Knows tool definitions in OpenAI form and answer chunks; no engine, no framework.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AnswerParser(ABC):
-    """Splits one growing answer into pieces. One instance per answer."""
+    """Splits one growing answer into chunks. One instance per answer."""
 
     @abstractmethod
     def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
-        """The pieces that are certain once this text has come.
+        """The chunks that are certain once this text has come.
 
         Args:
             text: What was generated since the last call; may be empty.
@@ -119,7 +119,7 @@ class AnswerParser(ABC):
         """Whether the model itself has written a call to its end. To be asked after the last ``feed``.
 
         Args:
-            index: Of the call, as in its pieces.
+            index: Of the call, as in its chunks.
 
         Returns:
             ``True`` if the text shows its end, ``False`` if the text shows that the end is missing, and ``None`` if

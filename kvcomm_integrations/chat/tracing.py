@@ -44,17 +44,17 @@ class ChatSpan:
         self._span = span
         self._model = model
 
-    def note(self, piece: Chunk) -> None:
-        """Take in a piece of the answer; the last one carries usage and report."""
-        if self._span is not None and isinstance(piece, FinalChunk):
-            self._span.set_attributes(_response(self._model, piece))
+    def note(self, chunk: Chunk) -> None:
+        """Take in a chunk of the answer; the last one carries usage and report."""
+        if self._span is not None and isinstance(chunk, FinalChunk):
+            self._span.set_attributes(_response(self._model, chunk))
 
 
 @contextmanager
 def chat_span(config: EngineConfig, request: GenerationRequest) -> Iterator[ChatSpan]:
     """A span named ``chat {model}`` around one call, whatever number of tries it takes.
 
-    It is a child of the caller's current span, but does not become current itself: between the pieces of a stream
+    It is a child of the caller's current span, but does not become current itself: between the chunks of a stream
     other code runs, which is not part of the call.
     """
     tracer = _tracer()

@@ -1,4 +1,4 @@
-"""A codec over vLLM's own tool and reasoning parsers, for families that do not write like Hermes."""
+"""A tool format over vLLM's own tool and reasoning parsers, for families that do not write like Hermes."""
 
 from __future__ import annotations
 
@@ -146,23 +146,23 @@ class VllmAnswerParser(AnswerParser):
         message = self._parser.parse_delta(
             text, list(token_ids), self._request, prompt_token_ids=self._prompt_ids, finished=last
         )
-        pieces: list[AnswerChunk] = []
+        chunks: list[AnswerChunk] = []
         if message is not None and message.reasoning:
-            pieces.append(ReasoningChunk(message.reasoning))
+            chunks.append(ReasoningChunk(message.reasoning))
             self._thought += message.reasoning
         if message is not None and message.content:
-            pieces.append(TextChunk(message.content))
+            chunks.append(TextChunk(message.content))
         for call in message.tool_calls if message is not None else ():
             self._last_index = max(self._last_index, call.index)
             if self._parallel or call.index == 0:
-                pieces.append(self._piece(call))
-        self._said = self._said or any(not isinstance(piece, ReasoningChunk) for piece in pieces)
+                chunks.append(self._piece(call))
+        self._said = self._said or any(not isinstance(chunk, ReasoningChunk) for chunk in chunks)
         if last and not self._said and self._whole.strip():
-            pieces += self._calls_of_whole() or self._unread()
-        for piece in pieces:
-            if isinstance(piece, CallChunk):
-                self._arguments[piece.index] = self._arguments.get(piece.index, "") + piece.arguments
-        return pieces
+            chunks += self._calls_of_whole() or self._unread()
+        for chunk in chunks:
+            if isinstance(chunk, CallChunk):
+                self._arguments[chunk.index] = self._arguments.get(chunk.index, "") + chunk.arguments
+        return chunks
 
     def closed(self, index: int) -> bool | None:
         """See ``AnswerParser.closed``. Told by the text: vLLM's parsers close what was left open.

@@ -6,26 +6,9 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from kvcomm_integrations.connector import metrics
 from kvcomm_integrations.connector.circuit_breaker import CircuitBreaker
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.connector.metrics import (
-    AGENT_TOKENS,
-    AUDIT_DIVERGENCE,
-    AUDITS,
-    EDGE_TOKENS,
-    EDGES,
-    EVICTIONS,
-    FAULTS,
-    LOAD_SECONDS,
-    PAUSED,
-    PLAN_SECONDS,
-    PROMPT_TOKENS,
-    REFERENCES,
-    REPAIR_SECONDS,
-    REQUESTS,
-    TRIPS,
-    ReuseStats,
-)
 from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.wire import TREATMENTS, Mode, RequestReport, SegmentReport
 
@@ -95,7 +78,7 @@ class ReuseMeter:
         self._index = planner.index
         self._edges = planner.edges
         self._breaker = breaker
-        self._stats = ReuseStats()
+        self._stats = metrics.ReuseStats()
         self._agents: TopLabels[str] = TopLabels(limit)
         self._top_edges: TopLabels[tuple[str, str, str]] = TopLabels(limit)
         self._counted: Counter[str] = Counter()
@@ -109,53 +92,53 @@ class ReuseMeter:
             computed: its prompt was completed; otherwise its tokens do not count.
         """
         if not computed:
-            self._stats.count(REQUESTS, 1, "aborted")
+            self._stats.count(metrics.REQUESTS, 1, "aborted")
             return
-        self._stats.count(REQUESTS, 1, "reused" if report.mode is Mode.AUTO else report.mode.value)
+        self._stats.count(metrics.REQUESTS, 1, "reused" if report.mode is Mode.AUTO else report.mode.value)
         agent = report.agent if self._agents.use(report.agent) else OTHER
         for treatment in TREATMENTS:
             tokens = getattr(report, treatment)
-            self._stats.count(PROMPT_TOKENS, tokens, treatment)
-            self._stats.count(AGENT_TOKENS, tokens, agent, treatment)
+            self._stats.count(metrics.PROMPT_TOKENS, tokens, treatment)
+            self._stats.count(metrics.AGENT_TOKENS, tokens, agent, treatment)
         for segment in report.segments:
             if segment.source:
                 self._segment(segment, report.agent)
         if report.plan_ms:
-            self._stats.observe(PLAN_SECONDS, report.plan_ms / 1e3)
+            self._stats.observe(metrics.PLAN_SECONDS, report.plan_ms / 1e3)
         if report.mode is Mode.AUTO:
-            self._stats.observe(LOAD_SECONDS, report.load_ms / 1e3)
-            self._stats.observe(REPAIR_SECONDS, report.repair_ms / 1e3)
+            self._stats.observe(metrics.LOAD_SECONDS, report.load_ms / 1e3)
+            self._stats.observe(metrics.REPAIR_SECONDS, report.repair_ms / 1e3)
 
     def _segment(self, segment: SegmentReport, target: str) -> None:
         edge = (segment.source, target, segment.name)
         labels = edge if self._top_edges.use(edge) else (OTHER, OTHER, OTHER)
         for treatment in TREATMENTS:
-            self._stats.count(EDGE_TOKENS, getattr(segment, treatment), *labels, treatment)
+            self._stats.count(metrics.EDGE_TOKENS, getattr(segment, treatment), *labels, treatment)
 
     def acknowledged(self, report: WorkerReport) -> None:
         """Count the audits that workers report."""
         for audit in report.audits:
-            self._stats.count(AUDITS, 1, audit.policy)
+            self._stats.count(metrics.AUDITS, 1, audit.policy)
             if audit.policy == self._policy:
-                self._stats.observe(AUDIT_DIVERGENCE, audit.kl[0])
+                self._stats.observe(metrics.AUDIT_DIVERGENCE, audit.kl[0])
 
     def refused(self) -> None:
         """Count a request whose parameters are not valid."""
-        self._stats.count(FAULTS, 1, "request")
+        self._stats.count(metrics.FAULTS, 1, "request")
 
-    def take(self) -> ReuseStats | None:
+    def take(self) -> metrics.ReuseStats | None:
         """Everything since the last call, with the gauges as they are now; ``None`` if nothing happened."""
-        self._stats.count(EVICTIONS, self._new("evictions", self._index.evictions))
-        self._stats.count(TRIPS, self._new("trips", self._breaker.trips))
+        self._stats.count(metrics.EVICTIONS, self._new("evictions", self._index.evictions))
+        self._stats.count(metrics.TRIPS, self._new("trips", self._breaker.trips))
         for seam, total in self._breaker.total.items():
-            self._stats.count(FAULTS, self._new(f"faults {seam}", total), seam)
+            self._stats.count(metrics.FAULTS, self._new(f"faults {seam}", total), seam)
         if self._stats.is_empty():
             return None
-        taken, self._stats = self._stats, ReuseStats()
-        taken.gauge(REFERENCES, len(self._index))
-        taken.gauge(PAUSED, float(bool(self._breaker.refusal())))
+        taken, self._stats = self._stats, metrics.ReuseStats()
+        taken.gauge(metrics.REFERENCES, len(self._index))
+        taken.gauge(metrics.PAUSED, float(bool(self._breaker.refusal())))
         for verdict, edges in self._edges.verdicts().items():
-            taken.gauge(EDGES, edges, verdict.value)
+            taken.gauge(metrics.EDGES, edges, verdict.value)
         return taken
 
     def _new(self, name: str, total: int) -> int:

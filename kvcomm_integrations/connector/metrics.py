@@ -116,25 +116,8 @@ PAUSED = Series(
     "vllm:kvcomm_paused", Kind.GAUGE, "1 while reuse is switched off after faults, as of the latest request."
 )
 
-ALL = (
-    PROMPT_TOKENS,
-    AGENT_TOKENS,
-    EDGE_TOKENS,
-    REQUESTS,
-    PLAN_SECONDS,
-    LOAD_SECONDS,
-    REPAIR_SECONDS,
-    STORE_BYTES,
-    STATE_BYTES,
-    REFERENCES,
-    EDGES,
-    AUDITS,
-    AUDIT_DIVERGENCE,
-    EVICTIONS,
-    FAULTS,
-    TRIPS,
-    PAUSED,
-)
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Series))
+"""Every series above."""
 BY_NAME = {series.name: series for series in ALL}
 
 KEPT = 4096

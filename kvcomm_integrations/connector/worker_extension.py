@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -9,9 +10,17 @@ from kvcomm_integrations.connector.compat import current_connector
 from kvcomm_integrations.connector.connector import KVCommConnector
 from kvcomm_integrations.connector.worker.self_check import repair_error
 from kvcomm_integrations.connector.worker.state_rpc import StateAnswer
+from kvcomm_integrations.connector.worker.worker import ConnectorWorker
+from kvcomm_integrations.planning.jobs import AuditResult
 
 EXTENSION = f"{__name__}.KVCommWorkerExtension"
 """What to give vLLM as ``worker_extension_cls``."""
+
+
+def _worker() -> ConnectorWorker | None:
+    """The connector's side in this process, if vLLM has loaded it."""
+    connector = current_connector()
+    return connector.connector_worker if isinstance(connector, KVCommConnector) else None
 
 
 class KVCommWorkerExtension:
@@ -22,10 +31,9 @@ class KVCommWorkerExtension:
 
     def kvcomm_stats(self) -> dict[str, Any]:
         """Sizes of what this worker holds, for tests and reports."""
-        connector = current_connector()
-        if not isinstance(connector, KVCommConnector):
+        worker = _worker()
+        if worker is None:
             return {}
-        worker = connector.connector_worker
         return {
             "references": len(worker.store),
             "store_bytes": worker.store.nbytes,
@@ -40,27 +48,25 @@ class KVCommWorkerExtension:
         }
 
     def kvcomm_inject_fault(self, point: str, kind: str, times: int = 1, rank: int | None = None) -> None:
-        """Make this worker (or only the one of a rank) fail at a point; for tests (see ``faults``)."""
-        connector = current_connector()
-        if isinstance(connector, KVCommConnector) and rank in (None, self.rank):
-            connector.connector_worker.faults.arm(point, kind, times)
+        """Make this worker (or only the one of a rank) fail at a point; for tests (see ``fault_injection``)."""
+        worker = _worker()
+        if worker is not None and rank in (None, self.rank):
+            worker.faults.arm(point, kind, times)
 
     def kvcomm_check_repair(
         self, token_ids: list[int], gaps: list[list[int]], joined: bool = False
     ) -> dict[str, float]:
-        """Run the repair pass on a sequence of its own and compare it with a dense run (see ``diagnostics``)."""
-        connector = current_connector()
-        if not isinstance(connector, KVCommConnector) or connector.connector_worker.cache is None:
+        """Run the repair pass on a sequence of its own and compare it with a dense run (see ``self_check``)."""
+        worker = _worker()
+        if worker is None or worker.cache is None:
             return {}
         spans = [(start, end) for start, end in gaps]
-        return repair_error(self.model_runner, connector.connector_worker.cache, token_ids, spans, joined=joined)
+        return repair_error(self.model_runner, worker.cache, token_ids, spans, joined=joined)
 
     def kvcomm_take_audits(self) -> list[dict[str, Any]]:
         """The audits since the last call, as plain objects; empty on ranks that hold no logits."""
-        connector = current_connector()
-        if not isinstance(connector, KVCommConnector):
-            return []
-        log = connector.connector_worker.audit_log
+        worker = _worker()
+        log = worker.audit_log if worker is not None else deque[AuditResult]()
         taken = [asdict(log.popleft()) for _ in range(len(log))]
         for audit in taken:
             audit["edges"] = [list(edge) for edge in audit["edges"]]
@@ -90,12 +96,12 @@ class KVCommWorkerExtension:
 
     def kvcomm_save_references(self, folder: str) -> int:
         """Write every reference to ``folder`` as ``<rank>-<ref_id>.safetensors``; returns how many there are."""
-        connector = current_connector()
-        if not isinstance(connector, KVCommConnector):
+        worker = _worker()
+        if worker is None:
             return 0
         from safetensors.torch import save_file
 
-        store = connector.connector_worker.store
+        store = worker.store
         for reference in map(store.get, store):
             save_file(
                 {"keys": reference.keys.contiguous(), "values": reference.values.contiguous()},

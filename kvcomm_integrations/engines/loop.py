@@ -1,4 +1,4 @@
-"""A thread with an event loop of its own: engines live in one, and callers without a loop run their calls in another."""
+"""A thread with an event loop of its own: engines live in one, callers without a loop run their calls in another."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def refuse_in_forked_child(model: str) -> None:
     if _started_in not in (None, os.getpid()):
         raise EngineForkedError(
             f"the engine for {model!r} cannot be used in process {os.getpid()}, which was forked from process "
-            f"{_started_in} after vLLM had been started there. Let several processes share a served engine (kvcomm serve "
-            f"{model}, then base_url=...), fork before the first call, or start the process with "
+            f"{_started_in} after vLLM had been started there. Let several processes share a served engine "
+            f"(kvcomm serve {model}, then base_url=...), fork before the first call, or start the process with "
             'multiprocessing.get_context("spawn")'
         )
 

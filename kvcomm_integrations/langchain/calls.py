@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from langchain_core.messages import AIMessage, InvalidToolCall
 
-from kvcomm_integrations.chat.chunks import InvalidCallPiece
+from kvcomm_integrations.chat.chunks import InvalidCallChunk
 
 METADATA_KEY = "kvcomm"
 INVALID_KEY = "invalid_calls"
 
 
-def spoiling(call: InvalidCallPiece) -> str:
+def spoiling(call: InvalidCallChunk) -> str:
     """What to append to a call's arguments so that no reader of partial JSON takes them for an object.
 
     It ends an open string, then closes a bracket that is not open, and says why.
@@ -36,7 +36,7 @@ def spoiling(call: InvalidCallPiece) -> str:
     return f"{quote}{wrong} [not run: {call.error}{written}]"
 
 
-def described(calls: tuple[InvalidCallPiece, ...]) -> list[InvalidToolCall]:
+def described(calls: tuple[InvalidCallChunk, ...]) -> list[InvalidToolCall]:
     """Invalid calls in LangChain's form, with the reason, which merging fragments would lose."""
     return [
         InvalidToolCall(type="invalid_tool_call", id=call.id, name=call.name, args=call.written, error=call.error)

@@ -211,7 +211,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
             "tools": call.tools,
             "tool_choice": call.tool_choice,
             "strict": call.strict,
-            "codec": tool_format_of(self),
+            "tool_format": tool_format_of(self),
         }
         return request, {"timeout": call.timeout, "retries": self.max_retries}
 
@@ -345,7 +345,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
         tool_format, context = tool_format_of(self), self.max_model_len
         if self.engine:
             with suppress(UnsupportedModelError):
-                tool_format = tool_format or self.runtime.codec
+                tool_format = tool_format or self.runtime.tool_format
             context = self.engine.config.max_model_len
         return model_profile(self.model, tool_format=tool_format, context=context, max_tokens=self.max_tokens)
 

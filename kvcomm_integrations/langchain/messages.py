@@ -23,7 +23,7 @@ from kvcomm_integrations.chat.chunks import (
     CallChunk,
     Chunk,
     FinalChunk,
-    InvalidCallPiece,
+    InvalidCallChunk,
     ReasoningChunk,
     TextChunk,
     Usage,
@@ -129,7 +129,7 @@ def to_generation_chunk(chunk: Chunk, *, model_name: str, blocks: bool = False) 
     if isinstance(chunk, ReasoningChunk):
         kwargs = {"reasoning_content": chunk.text}
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
-    if isinstance(chunk, InvalidCallPiece):
+    if isinstance(chunk, InvalidCallChunk):
         chunk = CallChunk(chunk.index, arguments=spoiling(chunk))
     if isinstance(chunk, CallChunk):
         return ChatGenerationChunk(message=_call_message(chunk, blocks))

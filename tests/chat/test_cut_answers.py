@@ -7,7 +7,7 @@ import json
 import pytest
 from test_vllm_parsers import CASES, MARKS, tokenizer_of
 
-from kvcomm_integrations.chat.chunks import CallChunk, FinalChunk, InvalidCallPiece, TextChunk
+from kvcomm_integrations.chat.chunks import CallChunk, FinalChunk, InvalidCallChunk, TextChunk
 from kvcomm_integrations.chat.detect import named_tool_format
 from kvcomm_integrations.chat.hermes import HermesFormat
 from kvcomm_integrations.chat.runtime import ChatRuntime
@@ -34,7 +34,7 @@ def answer(name, text, limit=None, *, size=2, stop=(), **options):
     """Text, whole calls, invalid calls and the last piece of an answer that is cut after ``limit`` characters."""
     max_tokens = None if limit is None else len(TOKENIZER.encode(text[:limit], allow_special=True))
     engine = FakeEngine(TOKENIZER, text, delta_tokens=size)
-    runtime = ChatRuntime(engine, codec=codec(name))
+    runtime = ChatRuntime(engine, tool_format=codec(name))
     sampling = SamplingOptions(max_tokens=max_tokens, stop=stop)
     pieces = list(
         runtime.stream_sync(runtime.prepare([ChatMessage("user", "q")], tools=TOOLS, sampling=sampling, **options))
@@ -45,7 +45,7 @@ def answer(name, text, limit=None, *, size=2, stop=(), **options):
             entry = calls.setdefault(piece.index, ["", ""])
             entry[0] += piece.name or ""
             entry[1] += piece.arguments
-    invalid = [piece for piece in pieces if isinstance(piece, InvalidCallPiece)]
+    invalid = [piece for piece in pieces if isinstance(piece, InvalidCallChunk)]
     last = pieces[-1]
     assert isinstance(last, FinalChunk) and last.invalid_calls == tuple(invalid)
     for piece in invalid:
@@ -167,14 +167,14 @@ def test_braces_that_are_not_json_do_not_make_a_call_invalid():
 
 def test_an_answer_that_is_all_thinking_is_not_repeated_as_text():
     codec = named_tool_format("hermes", "deepseek_r1")
-    runtime = ChatRuntime(FakeEngine(TOKENIZER, "let me see, what"), codec=codec)
+    runtime = ChatRuntime(FakeEngine(TOKENIZER, "let me see, what"), tool_format=codec)
     pieces = list(runtime.stream_sync(runtime.prepare([ChatMessage("user", "q<think>")], tools=TOOLS)))
     assert not [piece for piece in pieces if isinstance(piece, TextChunk)]
 
 
 def test_a_call_cut_off_in_its_name_is_text_after_the_thinking():
     codec = named_tool_format("glm45", "glm45")
-    runtime = ChatRuntime(FakeEngine(TOKENIZER, "<think>hm</think><tool_call>weat"), codec=codec)
+    runtime = ChatRuntime(FakeEngine(TOKENIZER, "<think>hm</think><tool_call>weat"), tool_format=codec)
     sampling = SamplingOptions(max_tokens=len(TOKENIZER.encode("<think>hm</think><tool_call>wea", allow_special=True)))
     pieces = list(runtime.stream_sync(runtime.prepare([ChatMessage("user", "q")], tools=TOOLS, sampling=sampling)))
     text = "".join(piece.text for piece in pieces if isinstance(piece, TextChunk))

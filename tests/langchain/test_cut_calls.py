@@ -17,7 +17,7 @@ from langgraph.prebuilt import ToolNode
 from lc_helpers import TOOL_CHATML, byte_tokenizer, fake
 from pydantic import BaseModel
 
-from kvcomm_integrations.chat.chunks import InvalidCallPiece
+from kvcomm_integrations.chat.chunks import InvalidCallChunk
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.langchain.calls import spoiling
@@ -286,7 +286,7 @@ async def test_a_structured_output_by_call_is_not_made_of_a_cut_call():
 )
 def test_spoilt_arguments_are_an_object_to_nobody(text, size):
     cut = text[:size]
-    spoilt = cut + spoiling(InvalidCallPiece(0, "id", "f", cut, cut, "why", True))
+    spoilt = cut + spoiling(InvalidCallChunk(0, "id", "f", cut, cut, "why", True))
     try:
         read = parse_partial_json(spoilt)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Planning is light: it needs neither torch nor vLLM, so it is tested in milliseconds and used by ``kvcomm explain``."""
+"""Planning needs neither torch nor vLLM, so it is tested in milliseconds and used by ``kvcomm explain``."""
 
 from __future__ import annotations
 

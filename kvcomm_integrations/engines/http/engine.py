@@ -27,7 +27,8 @@ class HttpEngine(Engine):
     """A vLLM server, reached through one pool of connections in a thread of its own.
 
     Nothing is sent before first use. The server may have the kvcomm connector (then prompts are reused as in this
-    process) or not (then it is an ordinary vLLM server, and one warning says so). A forked child opens connections of its own.
+    process) or not (then it is an ordinary vLLM server, and one warning says so). A forked child opens connections of
+    its own.
 
     Args:
         config: ``base_url`` and ``model`` at least.
