@@ -130,8 +130,8 @@ class ReuseMeter:
         """Everything since the last call, with the gauges as they are now; ``None`` if nothing happened."""
         self._stats.count(metrics.EVICTIONS, self._new("evictions", self._index.evictions))
         self._stats.count(metrics.TRIPS, self._new("trips", self._breaker.trips))
-        for seam, total in self._breaker.total.items():
-            self._stats.count(metrics.FAULTS, self._new(f"faults {seam}", total), seam)
+        for where, total in self._breaker.total.items():
+            self._stats.count(metrics.FAULTS, self._new(f"faults {where}", total), where)
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, metrics.ReuseStats()

@@ -187,6 +187,7 @@ class ConnectorScheduler:
         if live.guard.active:  # its plan was carried out before a preemption: the rest is computed, still kept apart
             live.reason = "preempted, then computed"
             live.exact = min(live.exact, live.guard.untouched)
+            live.held = self.planner.look_up(live.prompt)
             return 0
         if live.refusal or live.prompt.params.mode is Mode.DENSE:
             return 0
@@ -253,9 +254,8 @@ class ConnectorScheduler:
         if live.admitted:
             return
         live.admitted = True
-        if not live.refusal:
-            held = live.held or self.planner.look_up(live.prompt)
-            reserved = self.reservations.reserve_prompt(live.prompt, held, approximate=live.approximate)
+        if not live.refusal and live.prompt.params.mode is not Mode.DENSE:
+            reserved = self.reservations.reserve_prompt(live.prompt, live.held, approximate=live.approximate)
             live.contribution = replace(reserved, audits=live.contribution.audits)
 
     # ---- every step ------------------------------------------------------------------------------------------------

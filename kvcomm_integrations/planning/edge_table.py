@@ -1,4 +1,4 @@
-"""What the scheduler half knows of each edge: examples, leverage of contents, and what the gate makes of it."""
+"""What is known of each edge: examples, leverage of contents, audits, and what the gate makes of them."""
 
 from __future__ import annotations
 
