@@ -94,7 +94,7 @@ import time, torch
 from kvcomm_integrations.connector.worker.background import Background
 
 def work():
-    for _ in range(40):
+    for _ in range(12):
         torch.linalg.qr(torch.randn(64, 128, 128))
 
 background = Background()
