@@ -39,7 +39,7 @@ class TestOnTheRealEngine(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": self._engine.config.model, "engine": self._engine, "temperature": 0, "max_tokens": 64}
+        return {"model": self._engine.config.model, "engine": self._engine, "temperature": 0, "max_tokens": 128}
 
     @property
     def supports_anthropic_inputs(self) -> bool:
@@ -84,7 +84,7 @@ def test_a_schema_that_cannot_be_left(trained: Any) -> None:
     class Choice(BaseModel):
         yes: bool
 
-    model = ChatKVComm(model=trained.config.model, engine=trained, temperature=0, max_tokens=32)
+    model = ChatKVComm(model=trained.config.model, engine=trained, temperature=0, max_tokens=64)
     for method in ("json_schema", "function_calling"):
         answer = model.with_structured_output(Choice, method=method).invoke("Is the sky blue? Answer as JSON.")
         assert isinstance(answer, Choice)

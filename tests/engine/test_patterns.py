@@ -12,14 +12,14 @@ import importlib
 import sys
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.messages import BaseMessage
-from langchain_core.runnables import RunnableConfig
+from langchain_core.outputs import ChatGenerationChunk
 from langgraph.types import Command
 from pydantic import PrivateAttr
 
@@ -57,26 +57,24 @@ class Scripted(ChatKVComm):
         super().model_post_init(context)
         self._left = dict(self.first_calls)
 
-    def _request(
-        self, config: RunnableConfig, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> Any:
-        runtime, options, request = super()._request(config, messages, stop, kwargs)
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]) -> Any:
+        request, options = super()._request(messages, stop, kwargs)
         with self._guard:
             call = self._left.pop(request["agent"], None) if request["tools"] else None
             self._said += call is None
             text = f"This is answer {self._said}, by {request['agent']}: {self._said}00 bales of hay should be enough."
         if call is None:
             sampling = replace(request["sampling"], structured_output={"choice": [text]})
-            return runtime, options, {**request, "sampling": sampling, "tool_choice": "none"}
+            return {**request, "sampling": sampling, "tool_choice": "none"}, options
         name, arguments = call
         tools = [_only(tool, arguments) for tool in request["tools"] if tool["function"]["name"] == name]
-        return runtime, options, {**request, "tools": tools, "tool_choice": name}
+        return {**request, "tools": tools, "tool_choice": name}, options
 
-    def _note(self, piece: Chunk) -> None:
-        super()._note(piece)
-        if isinstance(piece, FinalChunk) and piece.report is not None:
+    def _converted(self, chunk: Chunk, blocks: bool) -> ChatGenerationChunk:
+        if isinstance(chunk, FinalChunk) and chunk.report is not None:
             with self._guard:
-                self._reports.append(piece.report)
+                self._reports.append(chunk.report)
+        return super()._converted(chunk, blocks)
 
     @property
     def reports(self) -> list[RequestReport]:
