@@ -196,7 +196,7 @@ def test_an_engine_that_has_slept_reuses_what_it_still_holds(bench: Bench, mode:
     for level in (0, 1, 2):
         first, second, session = bench.pair()
         client.ask(first, agent="p", session=session)
-        running = client.request(second, agent="b", session=session, tokens=40)
+        running = client.request(second, agent="b", session=session, tokens=120)  # longer than the nap's start
         ended = asyncio.run(nap(bench, running, level, mode)).last.finish_reason
         assert ended == ("abort" if mode == "abort" else "length")
         answer = client.ask(second, agent="s", session=session)
