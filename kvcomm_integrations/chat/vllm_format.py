@@ -260,7 +260,6 @@ class VllmFormat(ToolFormat):
             return replace(
                 sampling, structured_output=after_thinking(sampling.structured_output, tokenizer, prompt.text)
             )
-        from kvcomm_integrations.chat.vllm_format import adjusted
 
         return adjusted(self.tool_parser, self.reasoning_parser, tokenizer, use, sampling)
 
