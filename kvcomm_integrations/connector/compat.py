@@ -33,8 +33,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAtte
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvcomm_integrations.reuse.transfers import to_device
+
 __all__ = [
-    "CommonAttentionMetadata",
     "ForwardContext",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -169,21 +170,112 @@ def holds_first_layer() -> bool:
     return not model_parallel_is_initialized() or bool(get_pp_group().is_first_rank)
 
 
+def is_second_generation(runner: Any) -> bool:
+    """Whether a model runner is of the generation that vLLM uses wherever there is Triton."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    return isinstance(runner, GPUModelRunner)
+
+
 def repair_refusal(runner: Any) -> str | None:
-    """Why the repair pass cannot run on this model runner, or ``None`` if it can."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    """Why the repair pass cannot run on this model runner, of either generation, or ``None`` if it can."""
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstGeneration
 
     if runner is None:
         return "no model runner registered the paged cache"
-    if not isinstance(runner, GPUModelRunner):
+    second = is_second_generation(runner)
+    if not second and not isinstance(runner, FirstGeneration):
         return f"the model runner {type(runner).__module__}.{type(runner).__name__} is not known"
     if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     if len(runner.attn_groups) != 1 or len(runner.attn_groups[0]) != 1:
         return "the model has more than one attention group"
-    if runner.uses_mrope:
+    if runner.attn_groups[0][0].kernel_block_size is not None:
+        return "the attention kernel's blocks are smaller than the cache's"
+    if second and type(runner.model_state) is not DefaultModelState:
+        return f"the model keeps a state of its own ({type(runner.model_state).__name__})"
+    if runner.vllm_config.parallel_config.use_ubatching:
+        return "steps are cut into micro-batches"
+    if (runner.model_state.rope_state is not None) if second else runner.uses_mrope:
         return "the model uses multimodal rotary positions"
     return None
+
+
+def add_metadata_builder(runner: Any) -> None:
+    """Give the runner's attention group one more builder of metadata, as vLLM does for each micro-batch.
+
+    It is for our own forwards: captured graphs read what the engine's own builder keeps, so nobody else may use that
+    between the making of a step's metadata and its forward.
+    """
+    group = runner.attn_groups[0][0]
+    engines = group.get_metadata_builder()
+    own = type(engines)(engines.kv_cache_spec, group.layer_names, runner.vllm_config, runner.device)
+    if hasattr(own, "set_workspace_buffer"):  # scratch memory, which forwards use one after the other
+        own.set_workspace_buffer(engines._get_workspace_buffer())
+    group.metadata_builders.append(own)
+
+
+def attention_metadata(
+    runner: Any,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> Any:
+    """Metadata for the attention over rows of our own, by the builder that is ours where there is one.
+
+    Args:
+        runner: the worker's model runner.
+        query_starts: ``(rows + 1,)`` int32 in host memory, ending with the number of tokens.
+        seq_lens: ``(rows,)`` int32 in host memory.
+        tables: ``(rows, blocks)`` int32 on the device.
+        slots: ``(tokens,)`` int64 on the device. Block tables that vLLM holds have a row for each request, ours one for
+            each gap: its own slot mapping cannot tell them.
+        positions: ``(tokens,)`` int64 on the device, or not known.
+    """
+    rows, tokens = len(seq_lens), int(query_starts[-1])
+    longest, most = int(query_starts.diff().max()), int(seq_lens.max())
+    on_device = to_device(query_starts, tables.device), to_device(seq_lens, tables.device)
+    prefilling = torch.ones(rows, dtype=torch.bool)
+    if is_second_generation(runner):
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+        by_layer = build_attn_metadata(
+            attn_groups=runner.attn_groups,
+            num_reqs=rows,
+            num_tokens=tokens,
+            query_start_loc_gpu=on_device[0],
+            query_start_loc_cpu=query_starts,
+            max_query_len=longest,
+            seq_lens=on_device[1],
+            max_seq_len=most,
+            block_tables=(tables,),
+            slot_mappings=slots.unsqueeze(0),
+            kv_cache_config=runner.kv_cache_config,
+            seq_lens_cpu_upper_bound=seq_lens,
+            positions=positions,
+            is_prefilling=prefilling,
+            ubatch_idx=-1,
+        )
+        return next(iter(by_layer.values()))
+    common = CommonAttentionMetadata(
+        query_start_loc=on_device[0],
+        query_start_loc_cpu=query_starts,
+        seq_lens=on_device[1],
+        num_reqs=rows,
+        num_actual_tokens=tokens,
+        max_query_len=longest,
+        max_seq_len=most,
+        block_table_tensor=tables,
+        slot_mapping=slots,
+        causal=True,
+        positions=positions,
+        seq_lens_cpu_upper_bound=seq_lens,
+        is_prefilling=prefilling,
+    )
+    return runner.attn_groups[0][0].get_metadata_builder(-1).build(0, common)
 
 
 def request_refusal(request: Request) -> str:

@@ -45,7 +45,7 @@ def make_runner(most_tokens: int = 64) -> SimpleNamespace:
     return SimpleNamespace(
         device=torch.device("cpu"),
         model=Model(),
-        attn_groups=[[SimpleNamespace(get_metadata_builder=Builder)]],
+        attn_groups=[[SimpleNamespace(get_metadata_builder=lambda number: Builder())]],
         kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])]),
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcomm_integrations.connector.compat import (
-    CommonAttentionMetadata,
     ForwardContext,
+    attention_metadata,
     get_forward_context,
     is_forward_context_available,
     set_forward_context,
@@ -37,7 +37,7 @@ def virtual_batch(
     the same sequence see one another. Logits are not computed. Nothing here waits for another rank; the forward does.
 
     Args:
-        runner: the worker's model runner (first generation).
+        runner: the worker's model runner.
         token_ids, positions, slots: ``(tokens,)`` int64, of all rows one after another.
     """
     return VirtualBatch(
@@ -184,23 +184,8 @@ class VirtualBatch:
     def _attention(self, rows: _Rows, positions: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """Metadata for the attention over some rows, by the runner's own builder, and their slots on the device."""
         device = self._runner.device
-        slots = to_device(rows.slots, device)
-        common = CommonAttentionMetadata(
-            query_start_loc=to_device(rows.query_starts, device),
-            query_start_loc_cpu=rows.query_starts,
-            seq_lens=to_device(rows.seq_lens, device),
-            num_reqs=len(rows.seq_lens),
-            num_actual_tokens=int(rows.query_starts[-1]),
-            max_query_len=int(rows.query_starts.diff().max()),
-            max_seq_len=int(rows.seq_lens.max()),
-            block_table_tensor=to_device(rows.tables, device),
-            slot_mapping=slots,
-            causal=True,
-            positions=positions,
-            seq_lens_cpu_upper_bound=rows.seq_lens,
-            is_prefilling=torch.ones(len(rows.seq_lens), dtype=torch.bool),
-        )
-        return self._runner.attn_groups[0][0].get_metadata_builder().build(0, common), slots
+        slots, tables = to_device(rows.slots, device), to_device(rows.tables, device)
+        return attention_metadata(self._runner, rows.query_starts, rows.seq_lens, tables, slots, positions), slots
 
 
 def _padded(tables: list[list[int]]) -> torch.Tensor:

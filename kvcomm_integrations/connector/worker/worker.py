@@ -21,6 +21,7 @@ import torch
 from kvcomm_integrations.config import ReferenceDevice, ReuseConfig
 from kvcomm_integrations.connector.compat import (
     VllmConfig,
+    add_metadata_builder,
     agree_on_faults,
     attention_layers,
     holds_first_layer,
@@ -164,6 +165,8 @@ class ConnectorWorker:
         self._runner = runner
         watch_weights(runner, self.weights_changed)
         self.repair_refusal = repair_refusal(runner)
+        if self.repair_refusal is None:
+            add_metadata_builder(runner)
         self._report.repair_known = True
         self._report.repair_refusal = self.repair_refusal
 
