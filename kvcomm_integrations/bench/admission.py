@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from kvcomm_integrations.bench.peak_rates import milliseconds
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.entries import Reservation
-from kvcomm_integrations.planning.planner import Planner
-from kvcomm_integrations.planning.reference_index import ReferenceIndex
+from kvcomm_integrations.planning.forecast import ForecastRequest, PlanForecast
 from kvcomm_integrations.planning.resolved_prompt import resolve
-from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.wire import KVCommParams, Segment, SegmentKind
 
 TOKENS, EXAMPLES, PREFIX = 4096, 25, 64
@@ -20,15 +15,15 @@ TOKENS, EXAMPLES, PREFIX = 4096, 25, 64
 def admission_steps(repeats: int) -> list[tuple[str, float]]:
     """Milliseconds of each step for one content of ``TOKENS`` tokens over an edge with ``EXAMPLES`` examples."""
     config = ReuseConfig()
-    index, edges = ReferenceIndex(config.store_bytes, 1, 1), EdgeTable(config)
-    planner = Planner(config, index, edges, WorkersState(disabled="", repair_refusal=None, verified=True))
+    forecast = PlanForecast(config)
+    index, edges, planner = forecast.index, forecast.edges, forecast.planner
     segments = (
         Segment(kind=SegmentKind.FIXED, start=0, end=PREFIX),
         Segment(kind=SegmentKind.PLACEHOLDER, name="user_question", start=PREFIX, end=PREFIX + TOKENS),
         Segment(kind=SegmentKind.FIXED, start=PREFIX + TOKENS, end=PREFIX + TOKENS + 8),
     )
     ids = [(7 * i) % 49_152 for i in range(PREFIX + TOKENS + 8)]
-    request = SimpleNamespace(request_id="", prompt_token_ids=ids, num_prompt_tokens=len(ids), cache_salt=None)
+    request = ForecastRequest("", ids, len(ids), cache_salt=None)
     params = KVCommParams(agent="solver", segments=segments)
     prompt = resolve(request, params, config)
     content = prompt.segments[1]

@@ -14,9 +14,7 @@ from contextlib import closing
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import Step, ask, print_table, progress
+from kvcomm_integrations.bench.harness import Step, ask, progress, show
 from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts, Turn, greedy
 from kvcomm_integrations.bench.scores import Score, chosen_contents, chosen_policies, rounds, save, show_scores
 from kvcomm_integrations.config import EngineConfig, Gate, ReuseConfig
@@ -77,10 +75,10 @@ class FidelityBench:
             audits = [audit for rank in self.engine.call_workers("kvcomm_take_audits") for audit in rank]
             for audit in filter(_loads_shared, audits):
                 if not teach:
-                    scores[audit["policy"]].add(audit)
+                    scores[audit["policy"]].audits.append(audit)
                 for place, (low, high) in enumerate(CURVE):
                     if teach and low <= number < high:
-                        curve[audit["policy"]][place].add(audit)
+                        curve[audit["policy"]][place].audits.append(audit)
         stats = self.engine.call_workers("kvcomm_stats")[0]
         calls = len(measured) * (len(self.agents) - 1)
         result = {}
@@ -125,14 +123,11 @@ def _loads_shared(audit: dict[str, Any]) -> bool:
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console(width=200)
-    columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
-               "repaired_share", "state_bytes", "state_bytes_per_edge", "ttft_ratio", "n")  # fmt: skip
-    show_scores(result, columns, console)
+    show_scores(result, ("state_bytes", "state_bytes_per_edge", "ttft_ratio", "n"))
     headings = ["policy", *(str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in CURVE)]
     rows = [
         [name, *(f"{part['kl_mean']:.4f} / {part['agreement']:.3f}" if part["n"] else "-" for part in parts)]
         for name, parts in result["curve"].items()
     ]
     title = "While learning: mean KL / agreement by examples per edge"
-    print_table(console, title, headings, rows, left=["policy"])
+    show(title, headings, rows, width=200, left="policy")

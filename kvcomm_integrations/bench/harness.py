@@ -105,6 +105,13 @@ def print_table(
     console.print(table)
 
 
+def show(
+    title: str, headings: Sequence[str], rows: Iterable[Iterable[str]], *, width: int = 120, left: str = ""
+) -> None:
+    """``print_table`` on standard output, with at most ``width`` characters in a line."""
+    print_table(Console(width=width), title, headings, rows, [left])
+
+
 def save_json(args: argparse.Namespace, result: Any) -> None:
     """Write all figures, if a file was asked for; an object also gets the command line, as ``config``."""
     if args.json is None:

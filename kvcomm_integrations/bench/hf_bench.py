@@ -14,24 +14,19 @@ from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.bench.scores import Score
 from kvcomm_integrations.config import Gate, ReuseConfig
 from kvcomm_integrations.planning.content_keys import names_session
-from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.entries import Entry
-from kvcomm_integrations.planning.forecast import ForecastRequest
+from kvcomm_integrations.planning.forecast import ForecastRequest, PlanForecast
 from kvcomm_integrations.planning.job_writer import load_spans
 from kvcomm_integrations.planning.jobs import LoadSpan
 from kvcomm_integrations.planning.plan import Planned
-from kvcomm_integrations.planning.planner import Planner
-from kvcomm_integrations.planning.reference_index import ReferenceIndex
-from kvcomm_integrations.planning.reservations import Reservations
 from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, resolve
-from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
 from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.references import Reference
-from kvcomm_integrations.wire import SegmentKind
+from kvcomm_integrations.wire import KVCommParams, SegmentKind
 
 
 class LayerErrors:
@@ -86,10 +81,9 @@ class Bench:
         self._answer_tokens = max(answer_tokens, compared)
         self._compared = compared
         self._config = ReuseConfig(gate=gate, max_repair_share=1.0)
-        self._index = ReferenceIndex(budget=1 << 62, bytes_per_token=1, ranks=1)
-        self._edges = EdgeTable(self._config)
-        self.planner = Planner(self._config, self._index, self._edges, WorkersState("", None, verified=True))
-        self._reservations = Reservations(self.planner)
+        forecast = PlanForecast(self._config)
+        self._index, self._edges, self.planner = forecast.index, forecast.edges, forecast.planner
+        self._reservations = forecast.reservations
         self._references: dict[int, Reference] = {}
         self._examples: Counter[Edge] = Counter()
         self._prompts = TeamPrompts(model.tokenizer)
@@ -107,11 +101,11 @@ class Bench:
     def resolve(self, prompt: SegmentedPrompt, agent: str) -> ResolvedPrompt:
         """An agent's prompt as the planner takes it, with every policy of the benchmark."""
         names = tuple(self.policies)
-        params = prompt.params(agent=agent, response_name="answer", policy=names[0]).model_copy(
-            update={"audit": names[1:]}
+        params = KVCommParams(
+            segments=prompt.segments, agent=agent, response_name="answer", policy=names[0], audit=names[1:]
         )
-        length = len(prompt.token_ids)
-        return resolve(ForecastRequest("", prompt.token_ids, length, None), params, self._config)
+        request = ForecastRequest("", prompt.token_ids, len(prompt.token_ids), None)
+        return resolve(request, params, self._config)
 
     def forget_contents(self) -> None:
         """Drop the references of shared contents: the next question begins."""
@@ -160,7 +154,7 @@ class Bench:
         self._note_errors(name, contents, kv, dense.kv, sorted(estimated))
         true, guess = (torch.log_softmax(x.double(), -1) for x in (dense.logits[: self._compared], reuse))
         loaded = plan.loaded - len(chosen)
-        self.scores[name].add(
+        self.scores[name].audits.append(
             {
                 "kl": (true.exp() * (true - guess)).sum(-1).clamp_min(0).tolist(),
                 "agreement": (true.argmax(-1) == guess.argmax(-1)).tolist(),
@@ -174,14 +168,13 @@ class Bench:
     def _is_content(planned: Planned, candidate: int) -> bool:
         return planned.candidates[candidate].segment.kind is SegmentKind.PLACEHOLDER
 
-    def _part(self, span: LoadSpan) -> KV:
-        """The reference's tokens for a span."""
-        tokens = slice(span.offset, span.offset + span.end - span.start)
-        return KV(*(side[:, :, tokens] for side in self._references[span.ref_id].kv))
+    def _part(self, ref_id: int, offset: int, tokens: int) -> KV:
+        """So many tokens of a reference, from ``offset`` on."""
+        return KV(*(side[:, :, offset : offset + tokens] for side in self._references[ref_id].kv))
 
     def _write(self, policy: Policy, span: LoadSpan, kv: KV, truth: KV) -> list[int]:
         """Write a span's estimate into ``kv``; the positions of tokens that the policy wants to be recomputed."""
-        estimate = policy.correct(span.edge, self._part(span), span.offset)
+        estimate = policy.correct(span.edge, self._part(span.ref_id, span.offset, span.end - span.start), span.offset)
         source = self._references[span.ref_id].position + span.offset
         estimate = self.model.rotated(estimate, span.start if policy.traits.rotates else source)
         for side, new in zip(kv, estimate, strict=True):
@@ -195,20 +188,19 @@ class Bench:
         for span in spans:
             kept = torch.tensor([t for t in estimated if span.start <= t < span.end], dtype=torch.int64)
             if len(kept):
-                aligned = self.model.rotated(self._part(span), span.start)
+                aligned = self.model.rotated(self._part(span.ref_id, span.offset, span.end - span.start), span.start)
                 errors.add(_at(kv, kept), _at(aligned, kept - span.start), _at(truth, kept))
 
     def remember(self, prompt: ResolvedPrompt, dense: DenseAnswer, *, teach: bool = False) -> None:
         """Keep what a dense run leaves behind: examples if it teaches, and references of what had none."""
         left = self._reservations.reserve_prompt(prompt, self.planner.look_up(prompt), approximate=False)
         for example in left.examples if teach else ():
-            part = slice(example.offset, example.offset + example.tokens)
-            reference = KV(*(side[:, :, part] for side in self._references[example.ref_id].kv))
+            reference = self._part(example.ref_id, example.offset, example.tokens)
             truth = self.model.plain(dense.kv, example.start, example.start + example.tokens)
             self.policies[example.policy].observe(example.edge, reference, truth)
             self._examples[example.edge] += example.policy == next(iter(self.policies))
         answer = self._reservations.reserve_answer(prompt, dense.tokens, len(dense.tokens) - 1, approximate=False)
-        for harvest in (*left.harvests, *((answer,) if answer is not None else ())):
+        for harvest in filter(None, (*left.harvests, answer)):
             kv = self.model.plain(dense.kv, harvest.start, harvest.end)
             ref_id = harvest.entry.ref_id
             self._references[ref_id] = Reference(ref_id, *kv, position=harvest.start, source=prompt.agent)

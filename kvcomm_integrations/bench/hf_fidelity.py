@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import print_table, progress
+from kvcomm_integrations.bench.harness import progress, show
 from kvcomm_integrations.bench.hf_bench import Bench
 from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.prompting import AGENTS
@@ -54,10 +52,7 @@ def measure(bench: Bench, taught: Sequence[str], measured: Sequence[str], agents
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console(width=200)
-    columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
-               "repaired_share", "explained_keys", "explained_values", "state_bytes_per_edge", "n")  # fmt: skip
-    show_scores(result, columns, console)
+    show_scores(result, ("explained_keys", "explained_values", "state_bytes_per_edge", "n"))
     scored = {name: score for name, score in result["policies"].items() if "key_error" in score}
     layers = max((len(score["key_error"]) for score in scored.values()), default=0)
     width = max(1, -(-layers // COLUMNS))
@@ -68,4 +63,4 @@ def _show(result: dict[str, Any]) -> None:
 
     headings = ["policy", *(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)]
     rows = ([name, *(cell(score, group) for group in groups)] for name, score in scored.items())
-    print_table(console, "Relative error of loaded keys / values by layer", headings, rows, left=["policy"])
+    show("Relative error of loaded keys / values by layer", headings, rows, width=200, left="policy")

@@ -13,9 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import Answer, Step, ask, print_table, progress, save_json
+from kvcomm_integrations.bench.harness import Answer, Step, ask, progress, save_json, show
 from kvcomm_integrations.bench.problems import generate_problems
 from kvcomm_integrations.bench.prompting import AGENTS, TeamPrompts, greedy
 from kvcomm_integrations.config import EngineConfig, Isolation, ReuseConfig
@@ -113,7 +111,7 @@ def run_isolation(args: argparse.Namespace) -> int:
     for f in findings:
         times, same = (f"{f.right_ms:.0f}", f"{f.wrong_ms:.0f}"), "yes" if f.answers_equal else "no"
         rows.append((f.isolation, *times, f"{f.advantage:.2f}", f"{f.reused_right:+d}", same))
-    print_table(Console(), f"{len(contents)} contents, each guessed right and wrong", headings, rows)
+    show(f"{len(contents)} contents, each guessed right and wrong", headings, rows)
     save_json(args, [asdict(finding) for finding in findings])
     leaks = {finding.isolation for finding in findings if finding.reused_right or not finding.answers_equal}
     return int(bool(leaks - {Isolation.GLOBAL.value}))

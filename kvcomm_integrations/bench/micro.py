@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import AutoConfig, AutoModel
 
 from kvcomm_integrations.bench.admission import admission_steps
-from kvcomm_integrations.bench.harness import print_table, progress, save_json
+from kvcomm_integrations.bench.harness import progress, save_json, show
 from kvcomm_integrations.bench.peak_rates import Machine, measure_machine, milliseconds
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
 from kvcomm_integrations.reuse.edge import Edge
@@ -194,18 +193,17 @@ def run_micro(args: argparse.Namespace) -> int:
                 replaced.append({"tokens": tokens, "load_ms": load, "prefill_ms": dense, "share": load / dense})
         step("admission, and memory of what is learned")
         admission, sizes = dict(admission_steps(args.repeats)), state_sizes(*shape_of(config))
-    console = Console(width=120)
-    _show_costs(console, machine, costs)
+    _show_costs(machine, costs)
     for line in replaced:
-        console.print(
+        print(
             f"{line['tokens']:,} tokens: load {line['load_ms']:.1f} ms, dense prefill {line['prefill_ms']:,.0f} ms: "
             f"{line['share']:.2%} (at most {LIMIT:.0%} wanted)"
         )
     for name, ms in admission.items():
-        console.print(f"{name}: {ms:.3f} ms")
+        print(f"{name}: {ms:.3f} ms")
     anchors = next(size.team for size in sizes if size.policy == "kvcomm")
     for size in sizes:
-        console.print(
+        print(
             f"state of {size.policy}, {AGENTS} agents, {EXAMPLES} examples of {TOKENS:,} tokens: "
             f"{size.team / 1e9:.3f} GB ({size.edge / 1e6:,.1f} MB an edge), 1/{anchors / size.team:.0f} of full anchors"
         )
@@ -214,8 +212,8 @@ def run_micro(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_costs(console: Console, machine: Machine, costs: list[Cost]) -> None:
-    console.print(
+def _show_costs(machine: Machine, costs: list[Cost]) -> None:
+    print(
         f"This machine, {machine.threads} threads: copy {machine.copy_gbps:.1f} GB/s (read and written), "
         f"product {machine.gemm_gflops:.0f} GFLOP/s"
     )
@@ -228,4 +226,4 @@ def _show_costs(console: Console, machine: Machine, costs: list[Cost]) -> None:
     for cost in costs:
         moved, done = share(cost.bytes, cost.ms, machine.copy_gbps), share(cost.flops, cost.ms, machine.gemm_gflops)
         rows.append((cost.step, f"{cost.tokens:,}", f"{cost.ms:.2f}", *moved, *done))
-    print_table(console, "Steps of a reuse (medians)", headings, rows, left=["step"])
+    show("Steps of a reuse (medians)", headings, rows, left="step")

@@ -13,13 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from statistics import median
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import Answer, ask, print_table, progress, save_json
-from kvcomm_integrations.bench.prompting import PaperTeam, Sizes
+from kvcomm_integrations.bench.harness import Answer, ask, progress, save_json, show
+from kvcomm_integrations.bench.prompting import PaperTeam, Sizes, greedy
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine, PlainEngine
-from kvcomm_integrations.engines.interface import SamplingOptions
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
 REST = 0.5
@@ -81,8 +78,7 @@ def _pace(engine: InProcessEngine, team: PaperTeam, number: int, together: int) 
 def _ask(engine: InProcessEngine, team: PaperTeam, question: int, tokens: int) -> Answer:
     [agent] = team.names
     prompt = team.write(agent, team.question(question), {})
-    sampling = SamplingOptions(max_tokens=tokens, min_tokens=tokens, temperature=0, ignore_eos=True)
-    return ask(engine, prompt, sampling, agent, shared=True, session=f"overhead-{question}")
+    return ask(engine, prompt, greedy(tokens), agent, shared=True, session=f"overhead-{question}")
 
 
 def _show(paces: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
@@ -90,11 +86,8 @@ def _show(paces: dict[str, dict[str, list[float]]], args: argparse.Namespace) ->
         mine, plain = paces[name][figure], paces[PLAIN][figure]
         return f"{median(mine):.1f}", f"{median(a / b for a, b in zip(mine, plain, strict=True)):.3f}"
 
-    console = Console(width=120)
     title = f"Prompts of {args.prefix + args.input} tokens; {args.together} answers of {args.output} at once"
     headings = ("engine", "TTFT ms", "of plain", "tokens/s", "of plain")
     rows = [(name, *cells(name, "ttft_ms"), *cells(name, "tokens_per_s")) for name in paces]
-    print_table(console, title, headings, rows, left=["engine"])
-    console.print(
-        f"Medians; of plain: median of the ratios, round by round. Within {LIMIT:.0%} is wanted with reuse off."
-    )
+    show(title, headings, rows, left="engine")
+    print(f"Medians; of plain: median of the ratios, round by round. Within {LIMIT:.0%} is wanted with reuse off.")

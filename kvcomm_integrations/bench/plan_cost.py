@@ -15,9 +15,8 @@ from statistics import median
 from typing import Any
 
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
-from rich.console import Console
 
-from kvcomm_integrations.bench.harness import print_table, progress, save_json
+from kvcomm_integrations.bench.harness import progress, save_json, show
 from kvcomm_integrations.bench.problems import generate_problems
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.langchain.messages import to_chat_messages
@@ -138,17 +137,14 @@ def run_plan_cost(args: argparse.Namespace) -> int:
         for tokens in args.tokens or SIZES:
             step(f"planning prompts of {tokens:,} tokens")
             results.append(measure(tokenizer, tokens=tokens, contents=args.contents, repeats=args.repeats))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
     rows = (
         (f"{r.prompt_tokens:,}", str(r.placeholders), kind, *(f"{getattr(r, kind)[stage]:.2f}" for stage in STAGES))
         for r in results
         for kind in ("first", "next")
     )
     headings = ("prompt tokens", "placeholders", "prompt", *STAGES)
-    print_table(console, "Planning a prompt, milliseconds (medians)", headings, rows, left=["prompt"])
-    console.print(
+    show("Planning a prompt, milliseconds (medians)", headings, rows, left="prompt")
+    print(
         "first: the first prompt that holds these contents. next: another agent's prompt over the "
         f"same conversation.\nThe aim is {BUDGET_MS:g} ms for {SIZES[-1]:,} tokens with 200 known contents."
     )

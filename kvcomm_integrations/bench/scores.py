@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import Step, plot, print_table, save_json
+from kvcomm_integrations.bench.harness import Step, plot, save_json, show
 from kvcomm_integrations.bench.problems import generate_documents, generate_problems, load_questions
 from kvcomm_integrations.bench.prompting import Turn
 from kvcomm_integrations.errors import ConfigurationError
@@ -30,10 +28,6 @@ class Score:
     """Audits of one policy, as the worker reports them."""
 
     audits: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, audit: dict[str, Any]) -> None:
-        """Take in one audit."""
-        self.audits.append(audit)
 
     def summary(self) -> dict[str, float]:
         """Means over the audits; divergences in nats."""
@@ -128,11 +122,13 @@ def save(result: dict[str, Any], args: argparse.Namespace) -> None:
         axes.set_ylabel("mean KL to dense over the answer's first tokens, nats")
 
 
-def show_scores(result: dict[str, Any], columns: Sequence[str], console: Console) -> None:
-    """Print one row per policy."""
+def show_scores(result: dict[str, Any], own: Sequence[str]) -> None:
+    """Print one row per policy: what both benchmarks measure, then a benchmark's own figures."""
+    columns = ("kl_first", "kl_mean", "agreement", "prefix_match", "reuse_rate_calls", "reuse_rate_tokens",
+               "repaired_share", *own)  # fmt: skip
     headings = ["policy", *(column.replace("_", " ") for column in columns)]
     rows = ([name, *(_number(score.get(column)) for column in columns)] for name, score in result["policies"].items())
-    print_table(console, "Distance from dense (KL in nats, full vocabulary)", headings, rows, left=["policy"])
+    show("Distance from dense (KL in nats, full vocabulary)", headings, rows, width=200, left="policy")
 
 
 def _number(value: float | None) -> str:

@@ -18,9 +18,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
-
-from kvcomm_integrations.bench.harness import ask, percentile, print_table, progress, save_json
+from kvcomm_integrations.bench.harness import ask, percentile, progress, save_json, show
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
@@ -37,17 +35,6 @@ STORE_BYTES = 4 << 30
 COLUMNS = ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "whole_p50_ms", "whole_p95_ms",
            "stall_p50_ms", "stall_p99_ms", "hold_p50_ms", "hold_p99_ms")  # fmt: skip
 """Figures of the printed table."""
-
-
-def heard(graph: str, place: int) -> range:
-    """Places of the agents whose answers the agent at ``place`` reads.
-
-    Raises:
-        ConfigurationError: no such graph.
-    """
-    if graph not in GRAPHS:
-        raise ConfigurationError(f"graph {graph!r} does not exist; choose from {', '.join(GRAPHS)}")
-    return GRAPHS[graph](place)
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class ServeBench:
         answers: list[Ids] = []
         served = []
         for place, agent in enumerate(self.team.names):
-            known = {self.team.names[other]: answers[other] for other in heard(self.graph, place)}
+            known = {self.team.names[other]: answers[other] for other in GRAPHS[self.graph](place)}
             prompt = self.team.write(agent, question, known)
             sampling = self.team.answering(agent, number)
             how: dict[str, Any] = {"session": f"{mode}-{number}"}
@@ -124,7 +111,8 @@ def run_serve(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: no such graph, or too many agents.
     """
-    heard(args.graph, 0)
+    if args.graph not in GRAPHS:
+        raise ConfigurationError(f"graph {args.graph!r} does not exist; choose from {', '.join(GRAPHS)}")
     sizes = Sizes(args.prefix, args.input, args.output)
     reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
     most, longest = max(args.concurrency), sizes.longest(args.agents) + 64
@@ -152,7 +140,6 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     loop = "closed loop" if args.rate is None else f"{args.rate:g} sessions a second"
-    console = Console(width=140)
     title = f"{args.agents} agents ({args.graph}), {loop}, answers of {args.output} tokens"
     headings = [column.removesuffix("_ms") for column in ("sessions", "way", *COLUMNS)]
     rows = [
@@ -160,11 +147,11 @@ def _show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         for line in results
         for mode, way in ((Mode.DENSE, "dense"), (Mode.AUTO, "reuse"))
     ]
-    print_table(console, title, headings, rows)
+    show(title, headings, rows, width=140)
     for line in results:
         ratio = line["auto"]["requests_per_s"] / line["dense"]["requests_per_s"]
-        console.print(f"{line['concurrency']} sessions at once: {ratio:.2f} times the requests of dense")
-    console.print(
+        print(f"{line['concurrency']} sessions at once: {ratio:.2f} times the requests of dense")
+    print(
         "Milliseconds. stall: a request's longest pause between two tokens of its answer; hold: what load and repair "
         "of a request take, while all others wait."
     )

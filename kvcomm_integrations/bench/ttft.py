@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from rich.console import Console
-
 from kvcomm_integrations.bench import harness
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes, greedy
 from kvcomm_integrations.bench.scores import chosen_policies
@@ -55,7 +53,6 @@ class TtftBench:
     """One engine, one team, and the ways of reuse to compare with dense.
 
     Args:
-        engine, team, policies: these.
         audits: rounds to learn from are audited, as a share of an application's requests is.
         first: place of the first agent to be measured.
     """
@@ -230,14 +227,13 @@ def _engine(args: argparse.Namespace, policies: Sequence[str], longest: int) -> 
 
 
 def _show(settings: Sequence[dict[str, Any]]) -> None:
-    console = Console(width=160)
     for setting in settings:
         size = "prefix {prefix}, question {input}, answers {output} tokens".format_map(setting["sizes"])
         for name, agents in setting["policies"].items():
             title = f"Time to first token: {size}; {name} against dense with prefix caching"
             rows = ([_cell(agent[figure]) for figure in COLUMNS.values()] for agent in agents)
-            harness.print_table(console, title, list(COLUMNS), rows)
-    console.print(
+            harness.show(title, list(COLUMNS), rows, width=160)
+    print(
         "Medians. load holds correction, rotation and write, share is in units of the dense prefill it replaces; "
         "rest is vLLM's own forward with all that surrounds it. audit KL: nats, mean of the first token's in the last "
         f"{PROOF} rounds to learn from."

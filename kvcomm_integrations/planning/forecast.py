@@ -16,7 +16,7 @@ from kvcomm_integrations.planning.jobs import LoadResult
 from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.request_state import RequestState
-from kvcomm_integrations.planning.reservations import Harvest, Reservations
+from kvcomm_integrations.planning.reservations import Reservations
 from kvcomm_integrations.planning.resolved_prompt import resolve
 from kvcomm_integrations.planning.row import Row
 from kvcomm_integrations.planning.workers_state import WorkersState
@@ -48,7 +48,7 @@ class PlanForecast:
         disabled = "" if self.config.enabled else "reuse is switched off"
         no_repair = None if self.config.repair else "it is switched off"
         self.planner = Planner(self.config, self.index, self.edges, WorkersState(disabled, no_repair, verified=True))
-        self._reservations = Reservations(self.planner)
+        self.reservations = Reservations(self.planner)
         self._block_size = block_size
         self._cached: set[tuple[str | None, str]] = set()
         """Blocks of the exact prefix cache: cache salt, and digest of all tokens up to the block's end."""
@@ -93,14 +93,11 @@ class PlanForecast:
 
     def _keep(self, state: RequestState, answer: Sequence[int]) -> None:
         """Hold what the prompt and its answer leave behind."""
-        left = self._reservations.reserve_prompt(state.prompt, state.held, approximate=state.approximate)
-        harvests: list[Harvest | None] = [*left.harvests]
-        harvests.append(
-            self._reservations.reserve_answer(state.prompt, answer, len(answer), approximate=state.approximate)
-        )
-        for harvest in harvests:
-            if harvest is not None:
-                self.index.acknowledge(harvest.entry.ref_id, 1)
+        how = {"approximate": state.approximate}
+        left = self.reservations.reserve_prompt(state.prompt, state.held, **how)
+        answered = self.reservations.reserve_answer(state.prompt, answer, len(answer), **how)
+        for harvest in filter(None, (*left.harvests, answered)):
+            self.index.acknowledge(harvest.entry.ref_id, 1)
 
     def _exact(self, salt: str | None, ids: Sequence[int]) -> int:
         """Tokens in the prefix cache: whole blocks, and never the last token."""

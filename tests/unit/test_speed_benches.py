@@ -227,8 +227,8 @@ def test_overhead(
 
 @pytest.mark.parametrize(("graph", "expected"), [("full", [0, 1, 2]), ("chain", [2]), ("star", [0])])
 def test_who_hears_whom(graph: str, expected: list[int]) -> None:
-    assert list(serve.heard(graph, 3)) == expected
-    assert list(serve.heard(graph, 0)) == []
+    assert list(serve.GRAPHS[graph](3)) == expected
+    assert list(serve.GRAPHS[graph](0)) == []
 
 
 def test_percentiles() -> None:
