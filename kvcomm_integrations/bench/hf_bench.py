@@ -26,7 +26,7 @@ from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies import create_policy
 from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.references import Reference
-from kvcomm_integrations.wire import KVCommParams, SegmentKind
+from kvcomm_integrations.wire import SegmentKind
 
 
 class LayerErrors:
@@ -101,9 +101,7 @@ class Bench:
     def resolve(self, prompt: SegmentedPrompt, agent: str) -> ResolvedPrompt:
         """An agent's prompt as the planner takes it, with every policy of the benchmark."""
         names = tuple(self.policies)
-        params = KVCommParams(
-            segments=prompt.segments, agent=agent, response_name="answer", policy=names[0], audit=names[1:]
-        )
+        params = prompt.params(agent=agent, response_name="answer", policy=names[0], audit=names[1:])
         request = ForecastRequest("", prompt.token_ids, len(prompt.token_ids), None)
         return resolve(request, params, self._config)
 
@@ -147,9 +145,9 @@ class Bench:
         spans = load_spans(plan, planned.candidates)
         chosen = [token for span in spans for token in self._write(policy, span, kv, dense.kv)]
         ids = (*prompt.token_ids, *dense.tokens)
-        computed = [*joined([*plan.gaps, *((at, at + 1) for at in chosen)]), (plan.end, end)]
-        reuse = self.model.compute(kv, ids, computed, self._compared)
-        estimated = set(range(plan.end)) - {t for start, stop in computed[:-1] for t in range(start, stop)}
+        repaired = {*chosen, *(token for gap in plan.gaps for token in range(*gap))}
+        reuse = self.model.compute(kv, ids, [*sorted(repaired), *range(plan.end, end)], self._compared)
+        estimated = set(range(plan.end)) - repaired
         contents = [s for s, at in zip(spans, plan.spans, strict=True) if self._is_content(planned, at.candidate)]
         self._note_errors(name, contents, kv, dense.kv, sorted(estimated))
         true, guess = (torch.log_softmax(x.double(), -1) for x in (dense.logits[: self._compared], reuse))
@@ -205,17 +203,6 @@ class Bench:
             ref_id = harvest.entry.ref_id
             self._references[ref_id] = Reference(ref_id, *kv, position=harvest.start, source=prompt.agent)
             self._index.acknowledge(ref_id, 1)
-
-
-def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same tokens in order, neighbouring spans made one."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _at(kv: KV, tokens: torch.Tensor) -> KV:

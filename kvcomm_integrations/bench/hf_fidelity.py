@@ -6,7 +6,6 @@ Besides the distributions it compares the estimated keys and values themselves w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -30,25 +29,21 @@ def run_hf_fidelity(args: argparse.Namespace) -> int:
     """
     policies = chosen_policies(args)
     taught, measured = chosen_contents(args)
+    agents = AGENTS[: args.agents]
     bench = Bench(HFModel(args.model), policies, args.max_tokens, args.tokens, Gate(args.gate))
-    result = measure(bench, taught, measured, AGENTS[: args.agents])
-    _show(result)
-    save(result, args)
-    return 0
-
-
-def measure(bench: Bench, taught: Sequence[str], measured: Sequence[str], agents: Sequence[str]) -> dict[str, Any]:
-    """Teach, then measure; the figures by policy."""
     with progress("teaching", total=(len(taught) + len(measured)) * len(agents)) as step:
         for _ in rounds(step, taught, measured, agents, lambda *who, number, teach: bench.ask(*who, teach=teach)):
             bench.forget_contents()
     calls = len(measured) * (len(agents) - 1)
-    result: dict[str, dict[str, Any]] = {}
+    scores: dict[str, dict[str, Any]] = {}
     for name, policy in bench.policies.items():
-        result[name] = bench.scores[name].result(calls, policy.state_bytes(), len(policy.edges()))
+        scores[name] = bench.scores[name].result(calls, policy.state_bytes(), len(policy.edges()))
         if name in bench.errors:
-            result[name] |= bench.errors[name].summary()
-    return {"policies": result}
+            scores[name] |= bench.errors[name].summary()
+    result = {"policies": scores}
+    _show(result)
+    save(result, args)
+    return 0
 
 
 def _show(result: dict[str, Any]) -> None:

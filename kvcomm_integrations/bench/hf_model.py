@@ -77,21 +77,20 @@ class HFModel:
         keys, values = (torch.cat([getattr(layer, side) for layer in cache.layers]) for side in ("keys", "values"))
         return DenseAnswer(tuple(tokens), KV(keys, values), torch.stack(logits))
 
-    def compute(self, kv: KV, ids: Sequence[int], spans: Sequence[tuple[int, int]], keep: int) -> torch.Tensor:
-        """Compute tokens ``[start, end)`` of all spans over the KV that is there, writing theirs into it.
+    def compute(self, kv: KV, ids: Sequence[int], positions: Sequence[int], keep: int) -> torch.Tensor:
+        """Compute the tokens at some positions over the KV that is there, writing theirs into it.
 
         Args:
             kv: rotated keys, and values, of the whole sequence.
             ids: the sequence's tokens.
-            spans: in order and apart from each other, at least one token in all.
+            positions: in order, at least one.
             keep: last tokens whose logits are wanted.
 
         Returns:
             logits ``(keep, vocabulary)``.
         """
-        at = torch.cat([torch.arange(start, end) for start, end in spans])
-        tokens = torch.tensor(list(ids))[at].to(self.device)[None]
-        at = at.to(self.device)
+        at = torch.tensor(positions, device=self.device)
+        tokens = torch.tensor([[ids[position] for position in positions]], device=self.device)
         unseen = torch.arange(kv.keys.shape[2], device=self.device)[None] > at[:, None]
         mask = torch.zeros(unseen.shape, device=self.device).masked_fill(unseen, torch.finfo(torch.float32).min)
         where = {"position_ids": at[None], "attention_mask": mask[None, None]}

@@ -48,7 +48,8 @@ class Template:
 
     def __call__(self, rng: random.Random) -> Problem:
         """A problem of this kind."""
-        known: dict[str, Any] = {"__builtins__": {}, "to": _to, **WORD_PROBLEMS["words"]}
+        known: dict[str, Any] = {"__builtins__": {}, **WORD_PROBLEMS["words"]}
+        known["to"] = lambda low, high, step=1: range(low, high + 1, step)
         for names, source in self._draws:
             found = eval(source, known)
             if isinstance(found, int):
@@ -59,10 +60,6 @@ class Template:
         if not eval(self._valid, known):
             return self(rng)
         return Problem(self._question.format_map(known), eval(self._answer, known))
-
-
-def _to(low: int, high: int, step: int = 1) -> range:
-    return range(low, high + 1, step)
 
 
 TEMPLATES = tuple(Template(**table) for table in WORD_PROBLEMS["problems"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.planning.entries import Entry
@@ -85,11 +86,8 @@ class EdgeTable:
     def verdicts(self) -> dict[Health, int]:
         """Number of edges, seen by dense observations or audits, by what audits have made of them."""
         known = {key for key, examples in self._examples.items() if examples} | self._health.keys()
-        counts = dict.fromkeys(Health, 0)
-        for key in known:
-            health = self._health.get(key)
-            counts[Health.OPEN if health is None else health.verdict] += 1
-        return counts
+        counts = Counter(self._health[key].verdict if key in self._health else Health.OPEN for key in known)
+        return {verdict: counts[verdict] for verdict in Health}
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -66,8 +66,6 @@ class NgramIndex:
 
     def find(self, scope: str, ids: Sequence[int]) -> Run | None:
         """The reference that holds exactly these tokens in a row, if one does."""
-        if len(ids) < WINDOW:
-            return None
         run = self._windows.get((scope, tuple(ids[:WINDOW])))
         if run is None:
             return None

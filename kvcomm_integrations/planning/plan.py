@@ -144,11 +144,6 @@ def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], l
     return Plan(exact, spans[best - 1].end, tuple(spans[:best]))
 
 
-def unpredictable(candidates: Sequence[Candidate]) -> str:
-    """Why the whole request is to run densely, if a content is unpredictable by its policy's own criterion."""
-    return next((f"{c.segment.name}: {c.reason}" for c in candidates if c.unpredictable), "")
-
-
 def describe(
     plan: Plan, prompt_tokens: int, candidates: Sequence[Candidate], *, materialised: bool
 ) -> tuple[SegmentReport, ...]:

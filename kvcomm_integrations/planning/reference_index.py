@@ -6,7 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from kvcomm_integrations.planning.content_keys import ContentKey
 from kvcomm_integrations.planning.entries import Clock, Entry, EntryState, Reservation, victims
@@ -40,13 +40,11 @@ class ScopeTable:
 
     def refs(self, name: str) -> tuple[int, ...]:
         """References of a scope."""
-        scope = self._scopes.get(name)
-        return tuple(scope.refs) if scope is not None else ()
+        return tuple(self._scopes[name].refs) if name in self._scopes else ()
 
     def active(self, name: str) -> bool:
         """Whether a request of the scope is live."""
-        scope = self._scopes.get(name)
-        return scope is not None and scope.live > 0
+        return name in self._scopes and self._scopes[name].live > 0
 
     def enter(self, name: str, now: float) -> None:
         """A request of the scope has arrived."""
@@ -64,26 +62,16 @@ class ScopeTable:
         self._scopes.move_to_end(name)
         return scope
 
-    def add(self, name: str, ref_id: int, now: float) -> None:
-        """A scope holds one more reference."""
-        self.use(name, now).refs.add(ref_id)
-
     def remove(self, name: str, ref_id: int) -> None:
-        """It holds one less; a scope without references and requests is forgotten."""
-        scope = self._scopes.get(name)
-        if scope is not None:
-            scope.refs.discard(ref_id)
+        """The scope holds one reference less; without references and requests it is forgotten."""
+        if name in self._scopes:
+            self._scopes[name].refs.discard(ref_id)
             self._tidy(name)
 
     def idle(self, before: float) -> list[str]:
         """Scopes without live requests that were used last before a moment."""
-        found = []
-        for name, scope in self._scopes.items():
-            if scope.last_use >= before:
-                break
-            if not scope.live:
-                found.append(name)
-        return found
+        old = takewhile(lambda item: item[1].last_use < before, self._scopes.items())
+        return [name for name, scope in old if not scope.live]
 
     def _tidy(self, name: str) -> None:
         scope = self._scopes[name]
@@ -180,7 +168,7 @@ class ReferenceIndex:
         self._by_id[entry.ref_id] = entry
         self.used += nbytes
         self._by_tenant[wanted.tenant] += nbytes
-        self.scopes.add(entry.key.scope, entry.ref_id, self.clock())
+        self.scopes.use(entry.key.scope, self.clock()).refs.add(entry.ref_id)
         self._ngrams.add(entry.ref_id, entry.key.scope, searchable)
         return entry
 
@@ -240,9 +228,9 @@ class ReferenceIndex:
 
     def withdraw_owner(self, owner: str) -> None:
         """Forget what a request has reserved and not delivered."""
-        owed = [entry for entry in self._entries.values() if entry.reserved.owner == owner and not entry.ready]
-        for entry in owed:
-            self.withdraw(entry.ref_id)
+        for entry in self.entries():
+            if entry.reserved.owner == owner and not entry.ready:
+                self.withdraw(entry.ref_id)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -15,7 +15,7 @@ from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, R
 from kvcomm_integrations.planning.row import Row
 from kvcomm_integrations.reuse.edge import Edge
 from kvcomm_integrations.reuse.traits import policy_traits
-from kvcomm_integrations.wire import Mode
+from kvcomm_integrations.wire import Mode, Segment, SegmentKind
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,26 @@ class Reservations:
         """
         if prompt.params.mode is Mode.DENSE:
             return Contribution()
-        harvests = self._beginning(prompt)
-        entries: list[tuple[ResolvedSegment, Entry | None]] = []
+        dense = not approximate
+        harvests: list[Harvest] = []
+        entries: list[tuple[Segment, Entry | None]] = []
         for segment, here in zip(prompt.segments, held, strict=True):
-            if segment.part is Part.CONTENT:
-                entry, harvest = self._content(prompt, segment, here, approximate=approximate)
-                entries.append((segment, entry))
+            if segment.part is Part.BEGINNING:  # the exact prefix cache keeps its whole blocks only
+                harvests += self._reserve(prompt, segment, dense=True)
+            elif segment.part is Part.CONTENT:
+                entry, harvest = self._content(prompt, segment, here, dense=dense)
+                entries.append((segment.segment, entry))
                 harvests += harvest
         if self._config.join_runs:
-            harvests += self._separators(prompt, entries, approximate=approximate)
+            harvests += self._separators(prompt, entries, dense=dense)
         if any(map(self._planner.loads_fixed, prompt.policies)):
             for segment in prompt.segments:
                 if segment.part is Part.TEMPLATE:
-                    harvests += self._reserve(prompt, segment, dense=not approximate)
+                    harvests += self._reserve(prompt, segment, dense=dense)
         examples = () if approximate or not prompt.params.teach else tuple(self._examples(prompt, held))
         for _, entry in entries:  # whoever comes next finds these contents in this agent's prompt
             if entry is not None:
-                entry.last_consumer, entry.last_dense = prompt.agent, not approximate
+                entry.last_consumer, entry.last_dense = prompt.agent, dense
         return Contribution(tuple(harvests), examples)
 
     def reserve_answer(
@@ -132,8 +135,11 @@ class Reservations:
             self._index.withdraw(harvest.entry.ref_id)
         return replace(contribution, harvests=())
 
-    def _reserve(self, prompt: ResolvedPrompt, segment: ResolvedSegment, *, dense: bool) -> list[Harvest]:
-        """Reserve a segment under its own key."""
+    def _reserve(
+        self, prompt: ResolvedPrompt, segment: ResolvedSegment, ids: Sequence[int] = (), *, dense: bool
+    ) -> list[Harvest]:
+        """Reserve a segment under its own key, ``ids`` searchable; no harvest if it is held already or cannot fit."""
+        start, end = segment.segment.start, segment.segment.end
         wanted = Reservation(
             key=segment.key,
             tokens=segment.tokens,
@@ -144,46 +150,31 @@ class Reservations:
             tenant=prompt.tenant,
             exact=segment.part is Part.BEGINNING,
             length=segment.tokens,
+            before=prompt.row.at(start),
+            after=prompt.row.at(end),
         )
-        entry = self._index.reserve(wanted)
-        return [] if entry is None else [Harvest(entry, segment.segment.start, segment.segment.end)]
-
-    def _beginning(self, prompt: ResolvedPrompt) -> list[Harvest]:
-        """The exact prefix cache keeps whole blocks of a beginning only; this keeps the rest too."""
-        first = prompt.segments[0] if prompt.segments else None
-        return self._reserve(prompt, first, dense=True) if first is not None and first.part is Part.BEGINNING else []
+        entry = self._index.reserve(wanted, ids)
+        return [] if entry is None else [Harvest(entry, start, end)]
 
     def _content(
-        self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, *, approximate: bool
+        self, prompt: ResolvedPrompt, segment: ResolvedSegment, held: Held, *, dense: bool
     ) -> tuple[Entry | None, list[Harvest]]:
         """The entry that holds a content from now on, and the harvest that makes it if it is new."""
-        span, ids, key = segment.segment, prompt.ids(segment.segment), segment.key
-        entry = held.entry or self._index.find(key, ids)[0]  # reserved by now if it stands in the prompt twice
+        ids = prompt.ids(segment.segment)
+        entry = held.entry or self._index.find(segment.key, ids)[0]  # reserved by now if it stands in the prompt twice
         if entry is not None:
-            consumer = self._also_held_for(prompt, segment, entry, approximate=approximate)
+            consumer = self._also_held_for(prompt, segment, entry, dense=dense)
             if consumer is None:
                 return entry, []
-            key = key._replace(consumer=consumer)
-        wanted = Reservation(
-            key=key,
-            tokens=segment.tokens,
-            name=segment.name,
-            source=prompt.agent,
-            dense=not approximate,
-            owner=prompt.request_id,
-            tenant=prompt.tenant,
-            length=segment.tokens,
-            before=prompt.row.at(span.start),
-            after=prompt.row.at(span.end),
-        )
-        reserved = self._index.reserve(wanted, ids)
-        return entry or reserved, [] if reserved is None else [Harvest(reserved, span.start, span.end)]
+            segment = replace(segment, key=segment.key._replace(consumer=consumer))
+        harvests = self._reserve(prompt, segment, ids, dense=dense)
+        return entry or next((harvest.entry for harvest in harvests), None), harvests
 
     def _also_held_for(
-        self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry, *, approximate: bool
+        self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry, *, dense: bool
     ) -> str | None:
         """As whose reference a dense prompt keeps a content that is held already; ``None``: as nobody's."""
-        if approximate or entry.source == prompt.agent:
+        if not dense or entry.source == prompt.agent:
             return None
         reserved = entry.reserved
         first_dense = segment.key._replace(consumer=FIRST_DENSE)
@@ -192,27 +183,14 @@ class Reservations:
         return prompt.agent if any(map(self._planner.chains, prompt.policies)) else None
 
     def _separators(
-        self, prompt: ResolvedPrompt, entries: Sequence[tuple[ResolvedSegment, Entry | None]], *, approximate: bool
+        self, prompt: ResolvedPrompt, contents: Sequence[tuple[Segment, Entry | None]], *, dense: bool
     ) -> list[Harvest]:
-        row, harvests = prompt.row, []
+        harvests = []
         answer = prompt.length if prompt.params.response_name else None
-        contents = [(segment.segment, entry) for segment, entry in entries]
-        for start, end in separators_of(row, contents, answer):
-            wanted = Reservation(
-                key=separator_key(prompt.scope, row.at(end), prompt.token_ids[start:end]),
-                tokens=end - start,
-                name="",
-                source=prompt.agent,
-                dense=not approximate,
-                owner=prompt.request_id,
-                tenant=prompt.tenant,
-                length=end - start,
-                before=row.at(start),
-                after=row.at(end),
-            )
-            entry = self._index.reserve(wanted)
-            if entry is not None:
-                harvests.append(Harvest(entry, start, end))
+        for start, end in separators_of(prompt.row, contents, answer):
+            key = separator_key(prompt.scope, prompt.row.at(end), prompt.token_ids[start:end])
+            between = Segment(kind=SegmentKind.FIXED, start=start, end=end)
+            harvests += self._reserve(prompt, ResolvedSegment(between, Part.TEMPLATE, key, ""), dense=dense)
         return harvests
 
     def _examples(self, prompt: ResolvedPrompt, held: Holdings) -> Iterable[TrainingExample]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcomm_integrations.bench.hf_bench import Bench, LayerErrors, joined
+from kvcomm_integrations.bench.hf_bench import Bench, LayerErrors
 from kvcomm_integrations.bench.hf_model import HFModel
 from kvcomm_integrations.bench.prompting import TeamPrompts, Turn
 from kvcomm_integrations.config import Gate
@@ -36,7 +36,8 @@ def test_gaps_computed_over_exact_kv_are_dense(model: HFModel) -> None:
         kv = KV(*(side.clone() for side in dense.kv))
         for start, stop in gaps:
             kv.keys[:, :, start:stop] = kv.values[:, :, start:stop] = math.nan
-        logits = model.compute(kv, (*ids, *dense.tokens), [*gaps[:-1], (gaps[-1][0], end)], 4)
+        positions = [*(at for gap in gaps[:-1] for at in range(*gap)), *range(gaps[-1][0], end)]
+        logits = model.compute(kv, (*ids, *dense.tokens), positions, 4)
         for mine, true in zip((*kv, logits), (*dense.kv, dense.logits), strict=True):
             torch.testing.assert_close(mine, true, atol=2e-4, rtol=1e-3)
 
@@ -105,10 +106,6 @@ def test_errors_are_relative_and_explained_counts_from_layer_1() -> None:
     found = errors.summary()
     assert found["key_error"] == pytest.approx([0.25, 0.25]) and found["value_error"] == [0.0, 0.0]
     assert found["explained_keys"] == pytest.approx(0.75) and found["explained_values"] == pytest.approx(1.0)
-
-
-def test_neighbouring_spans_are_joined() -> None:
-    assert joined([(4, 6), (0, 1), (1, 2), (6, 7)]) == [(0, 2), (4, 7)]
 
 
 def test_the_command_runs_without_an_engine(tiny_model: Path, tmp_path: Path) -> None:
