@@ -181,7 +181,7 @@ class EngineConfig(Settings):
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; ``None``: the model's, which a server with our connector hands out itself."""
     dtype: str = "auto"
-    """Weights and cache type; ``auto`` is float32 on a CPU and the model's own type elsewhere."""
+    """Weights and cache type; ``auto`` is vLLM's choice: the model's own type, for most bfloat16."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt plus answer, tokens; ``None``: the model's own."""
     block_size: int | None = None
@@ -190,8 +190,9 @@ class EngineConfig(Settings):
     """Paged cache, bytes; ``None``: 2 GiB on the CPU, vLLM's choice elsewhere."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
-    enforce_eager: bool = True
-    """Run the model without torch.compile and CUDA graphs, so that the engine starts sooner."""
+    enforce_eager: bool | None = None
+    """Run the model without torch.compile and CUDA graphs. ``None``: vLLM's own default on a GPU, where both are on;
+    ``True`` on a CPU, where compiling takes minutes at every first start."""
     seed: int = 0
     reuse: ReuseConfig = Field(default_factory=ReuseConfig)
     tokenization: Tokenization = Tokenization.SEGMENTED

@@ -26,13 +26,14 @@ from kvcomm_integrations.engines.learned_state import (
     state_place,
 )
 from kvcomm_integrations.engines.loop import LoopThread
-from kvcomm_integrations.engines.vllm_args import engine_args, require_vllm, sampling_params
+from kvcomm_integrations.engines.vllm_args import cpu_environment, engine_args, require_vllm, sampling_params
 from kvcomm_integrations.engines.vllm_outputs import SchedulerSnapshot, StatsKeeper, delta_of
 from kvcomm_integrations.engines.vllm_processes import (
     claim_process,
     disown_processes,
     refuse_in_forked_child,
     start_progress,
+    variables,
 )
 from kvcomm_integrations.errors import EngineClosedError, EngineError, KVCommError, RequestRefusedError
 from kvcomm_integrations.forks import abandon, watch
@@ -207,7 +208,9 @@ class InProcessEngine(Engine):
         try:
             from kvcomm_integrations.connector.compat import async_llm, stat_logger
 
-            self._llm = async_llm(self._arguments(), stat_logger(self._stats.note))
+            arguments = self._arguments()
+            with variables(cpu_environment(arguments.tensor_parallel_size * arguments.pipeline_parallel_size)):
+                self._llm = async_llm(arguments, stat_logger(self._stats.note))
         except KVCommError:
             raise
         except Exception as error:

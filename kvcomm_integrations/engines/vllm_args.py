@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
@@ -16,8 +17,12 @@ CONNECTOR = "KVCommConnector"
 WORKER_EXTENSION = "kvcomm_integrations.connector.worker_extension.KVCommWorkerExtension"
 OWN_ARGUMENTS = ("kv_transfer_config", "worker_extension_cls", "model")
 """Arguments of vLLM that users do not set: kvcomm does."""
-CPU_DEFAULTS = {"dtype": "float32", "kv_cache_memory_bytes": 2 << 30}
-"""Arguments of vLLM on a CPU where the user says nothing else: 2 GiB of paged cache."""
+CPU_CACHE_BYTES = 2 << 30
+"""Paged cache on a CPU where the user says nothing else. vLLM would take nine tenths of the machine's memory, and not
+start where less is free; the references need some of it too."""
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 SUPPORTED_VLLM = ((0, 32), (0, 34))
 """First supported version, and the first that is not."""
@@ -75,6 +80,36 @@ def connector_config(reuse: ReuseConfig) -> dict[str, Any]:
     }
 
 
+def cpu_defaults() -> dict[str, Any]:
+    """Arguments of vLLM on a CPU where the user says nothing else: no compilation, which takes minutes at the start."""
+    cache = {} if CACHE_VARIABLE in os.environ else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return {"enforce_eager": True, **cache}
+
+
+def cpu_environment(ranks: int) -> dict[str, str]:
+    """Variables that give vLLM's workers on a CPU as many cores as they have without a connector.
+
+    vLLM keeps one core for each worker free for its scheduler, and one more where a connector is configured, which ours
+    has no use for. Empty where the user has chosen, and where the machine has so few cores that vLLM keeps none.
+
+    Args:
+        ranks: workers on this machine.
+    """
+    chosen = RESERVED_VARIABLE in os.environ or os.environ.get(BINDING_VARIABLE, "auto") != "auto"
+    return {} if chosen or physical_cores() <= 2 * ranks else {RESERVED_VARIABLE: str(ranks)}
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = Path("/sys/devices/system/cpu")
+    cores = {
+        file.read_text() if (file := siblings / f"cpu{number}/topology/thread_siblings_list").exists() else str(number)
+        for number in allowed
+    }
+    return len(cores)
+
+
 def engine_args(config: EngineConfig) -> AsyncEngineArgs:
     """vLLM's engine arguments for a configuration, with our connector and worker extension.
 
@@ -91,7 +126,6 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
         "dtype": config.dtype,
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": config.enforce_eager,
         "kv_transfer_config": KVTransferConfig(**connector_config(config.reuse)),
         "worker_extension_cls": WORKER_EXTENSION,
     }
@@ -100,11 +134,11 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
         "block_size": config.block_size,
         "tokenizer": config.tokenizer,
         "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
     }
+    kwargs.update(cpu_defaults() if current_platform.is_cpu() else {})
     kwargs.update({name: value for name, value in optional.items() if value is not None})
-    if current_platform.is_cpu():
-        kwargs.update({name: value for name, value in CPU_DEFAULTS.items() if kwargs.get(name, "auto") == "auto"})
     clash = sorted(set(OWN_ARGUMENTS) & set(config.engine_args))
     if clash:
         raise ConfigurationError(f"engine_args must not set {', '.join(clash)}: kvcomm sets them itself")

@@ -46,6 +46,19 @@ def claim_process() -> None:
     _started_in = os.getpid()
 
 
+@contextlib.contextmanager
+def variables(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
 def disown_processes() -> None:
     """Take the parent's processes away from a forked child's exit handlers, which would end them.
 

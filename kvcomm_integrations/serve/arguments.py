@@ -75,14 +75,17 @@ def launch(
         raise ConfigurationError('"isolation": "global" shares contents among tenants; drop it or the tenants')
     keys = list(read_keys(tenant_keys)) if tenant_keys is not None else []
     host, port = _address(options)
-    environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+    on_cpu = "cpu" in distribution + number
+    ranks = int(given(options, "tensor-parallel-size") or given(options, "tp") or 1)
+    cores = vllm_args.cpu_environment(ranks) if on_cpu else {}
+    environment = {"VLLM_NO_USAGE_STATS": "1", **cores, **os.environ}
     if tenant_keys is not None:
         environment[KEYS_VARIABLE] = str(tenant_keys.resolve())
     if tenant_header:
         environment[HEADER_VARIABLE] = tenant_header
     if live:
         environment[LIVE_VARIABLE] = "1"
-    defaults = _defaults("cpu" in distribution + number, options)
+    defaults = _defaults(on_cpu, options)
     connector = ["--kv-transfer-config", json.dumps(vllm_args.connector_config(config))]
     connector += ["--worker-extension-cls", vllm_args.WORKER_EXTENSION, "--middleware", MIDDLEWARE]
     dense = unsupported_option(partial(given, options))
@@ -132,12 +135,15 @@ def _program(distribution: str, model: str) -> tuple[str, ...]:
 
 def _defaults(on_cpu: bool, options: Sequence[str]) -> list[str]:
     """What an engine in process has by default as well, where the user says nothing else."""
-    flags = ("enforce-eager", "enable-prompt-tokens-details")
-    defaults = [f"--{name}" for name in flags if given(options, name) is given(options, f"no-{name}") is None]
-    for argument, value in vllm_args.CPU_DEFAULTS.items() if on_cpu else ():
-        name = argument.replace("_", "-")
-        if given(options, name) in (None, "auto"):
-            defaults += [f"--{name}", str(value)]
+    if given(options, "enable-prompt-tokens-details") is given(options, "no-enable-prompt-tokens-details") is None:
+        defaults = ["--enable-prompt-tokens-details"]
+    else:
+        defaults = []
+    if on_cpu and given(options, "enforce-eager") is given(options, "no-enforce-eager") is None:
+        defaults.append("--enforce-eager")
+    cache = vllm_args.cpu_defaults().get("kv_cache_memory_bytes")
+    if on_cpu and cache is not None and given(options, "kv-cache-memory-bytes") is None:
+        defaults += ["--kv-cache-memory-bytes", str(cache)]
     return defaults
 
 

@@ -40,7 +40,9 @@ def engine(request: pytest.FixtureRequest) -> InProcessEngine | ServedEngine:
 
 @pytest.fixture(scope="session")
 def inprocess_engine(demo_model: Path) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(EngineConfig(model=str(demo_model), max_model_len=2048, max_num_seqs=16, reuse=REUSE))
+    engine = InProcessEngine(
+        EngineConfig(dtype="float32", model=str(demo_model), max_model_len=2048, max_num_seqs=16, reuse=REUSE)
+    )
     yield engine
     engine.close()
 
@@ -63,7 +65,9 @@ def trained(
     if request.param == "inprocess":
         yield request.getfixturevalue("inprocess_engine")
         return
-    config = EngineConfig(model=str(request.getfixturevalue("demo_model")), max_model_len=2048, reuse=REUSE)
+    config = EngineConfig(
+        dtype="float32", model=str(request.getfixturevalue("demo_model")), max_model_len=2048, reuse=REUSE
+    )
     with running("served", config, tmp_path_factory.mktemp("trained")) as engine:
         yield engine
 

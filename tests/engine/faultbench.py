@@ -83,6 +83,7 @@ def make_bench(model: Path, folder: Path, *, thorough: bool) -> Bench:
     plain = plain_answers(model, prompts, TOKENS, folder) if thorough else []
     engine = InProcessEngine(
         EngineConfig(
+            dtype="float32",
             model=str(model),
             max_model_len=1024,
             max_num_seqs=16,

@@ -173,7 +173,8 @@ def kvcomm_serve(model: Path, options: Sequence[str], log: Path, **variables: st
         variables: more of its environment.
     """
     port = free_port()
-    command = serve_command(model, ["--port", str(port), *options])
+    exact = [] if "--dtype" in options else ["--dtype", "float32"]  # answers are compared token by token
+    command = serve_command(model, ["--port", str(port), *exact, *options])
     folder = Path(tempfile.mkdtemp(dir=log.parent))
     given = environment(KVCOMM_STATE_DIR=str(folder), **variables)
     process = subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True, cwd=log.parent)
@@ -202,6 +203,7 @@ def kvcomm_serve(model: Path, options: Sequence[str], log: Path, **variables: st
 def serve_options(config: EngineConfig) -> list[str]:
     """A configuration of an engine in this process, as options of ``kvcomm serve``."""
     fields = {
+        "dtype": config.dtype,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs,
         "block-size": config.block_size,

@@ -37,6 +37,7 @@ def staged(tiny_model: Path) -> Iterator[Client]:
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     stages = {"pipeline_parallel_size": 2, "compilation_config": {"mode": 2, "backend": "eager"}}
     config = EngineConfig(
+        dtype="float32",
         model=str(tiny_model),
         max_model_len=1024,
         kv_cache_bytes=256 << 20,

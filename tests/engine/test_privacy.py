@@ -27,7 +27,9 @@ from tests.engine.helpers import END, Client, system
 def main():
     model, secret = sys.argv[1:]
     reuse = ReuseConfig(policy="ridge", audit_rate=0.0, learn_rate=0.0)
-    engine = InProcessEngine(EngineConfig(model=model, max_model_len=512, kv_cache_bytes=1 << 28, reuse=reuse))
+    engine = InProcessEngine(EngineConfig(
+        dtype="float32", model=model, max_model_len=512, kv_cache_bytes=1 << 28, reuse=reuse
+    ))
     client = Client(engine)
     content = client.encode(secret)
     loaded = 0

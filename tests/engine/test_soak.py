@@ -31,7 +31,7 @@ def test_memory_stays_flat(tiny_model: Path) -> None:
         policy="ridge", store_bytes=8 << 20, state_bytes=8 << 20, learn_rate=0.3, audit_rate=0.05, session_ttl_s=5.0
     )
     config = EngineConfig(
-        model=str(tiny_model), max_model_len=512, max_num_seqs=16, kv_cache_bytes=1 << 28, reuse=reuse
+        dtype="float32", model=str(tiny_model), max_model_len=512, max_num_seqs=16, kv_cache_bytes=1 << 28, reuse=reuse
     )
     engine = InProcessEngine(config)
     client = Client(engine)

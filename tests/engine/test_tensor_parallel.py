@@ -32,7 +32,9 @@ def parallel(
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0)
-    config = EngineConfig(model=str(tiny_model), max_model_len=1024, tensor_parallel_size=2, reuse=reuse)
+    config = EngineConfig(
+        dtype="float32", model=str(tiny_model), max_model_len=1024, tensor_parallel_size=2, reuse=reuse
+    )
     with running(request.param, config, tmp_path_factory.mktemp("parallel")) as engine:
         yield Client(engine)
     patch.undo()
