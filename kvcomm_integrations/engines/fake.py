@@ -54,10 +54,11 @@ class FakeEngine(Engine):
         latency: float = 0.0,
         token_latency: float = 0.0,
     ) -> None:
-        name = str(tokenizer) if isinstance(tokenizer, (str, Path)) else "fake"
-        self._tokenizer = (
-            ChatTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
-        )
+        name = "fake"
+        if isinstance(tokenizer, (str, Path)):
+            name = str(tokenizer)
+            tokenizer = ChatTokenizer.from_pretrained(name)
+        self._tokenizer = tokenizer
         self.config = config or EngineConfig(model=name, max_model_len=max_model_len)
         self._script = script
         self._used = 0
@@ -78,16 +79,13 @@ class FakeEngine(Engine):
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """See ``Engine.tokenizer``."""
         return self._tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """See ``Engine.max_model_len``."""
         return self._max_model_len
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """See ``Engine.generate``."""
         plan, finished = self._plan(request), False
         try:
             for i, delta in enumerate(plan):
@@ -99,7 +97,6 @@ class FakeEngine(Engine):
                 self.aborted.append(request)
 
     def close(self) -> None:
-        """See ``Engine.close``."""
         self._closed = True
 
     def _plan(self, request: GenerationRequest) -> list[Delta]:
@@ -110,21 +107,16 @@ class FakeEngine(Engine):
             answer = self._answer(request)
             if isinstance(answer, Exception):
                 raise answer
-            prompt = request.prompt.token_ids
             check_prompt(request.prompt, self._max_model_len, self.config.model)
             deltas = self._deltas(request, answer)
             said = [token for delta in deltas for token in delta.token_ids]
             ended = bool(said) and said[-1] in self._tokenizer.eos_token_ids
-            report = self._forecast.next(
-                request.params,
-                prompt,
-                cache_salt=request.cache_salt,
-                answer=said[:-1] if ended else said,
-            )
+            prompt, answered = request.prompt.token_ids, said[:-1] if ended else said
+            report = self._forecast.next(request.params, prompt, cache_salt=request.cache_salt, answer=answered)
         deltas[-1] = replace(
             deltas[-1],
             prompt_tokens=len(prompt),
-            completion_tokens=sum(len(delta.token_ids) for delta in deltas),
+            completion_tokens=len(said),
             cached_tokens=report.exact + report.loaded + report.repaired,
             ttft_ms=1000 * self._latency,
             report=report,
@@ -146,41 +138,35 @@ class FakeEngine(Engine):
         return example_text(constraint) if constraint else "ok"
 
     def _deltas(self, request: GenerationRequest, answer: str | Sequence[int]) -> list[Delta]:
-        sampling = request.sampling
+        """An answer in slices. Text that might still become a stop string, or half a character, is held back."""
+        sampling, eos = request.sampling, self._tokenizer.eos_token_ids
         ids = list(self._tokenizer.encode(answer, allow_special=True) if isinstance(answer, str) else answer)
         room = self._max_model_len - len(request.prompt.token_ids)
         limit = min(room, sampling.max_tokens) if sampling.max_tokens is not None else room
         finish, stop_reason = "stop", None
         if len(ids) >= limit:
             ids, finish = ids[:limit], "length"
-        elif self._tokenizer.eos_token_ids:
-            ids.append(min(self._tokenizer.eos_token_ids))
-        return self._cut(ids, finish, stop_reason, sampling.stop, sampling.logprobs)
-
-    def _cut(
-        self, ids: list[int], finish: str, stop_reason: int | str | None, stops: Sequence[str], logprobs: int | None
-    ) -> list[Delta]:
-        """Slice ids into deltas. Text that might still become a stop string, or half a character, is held back."""
+        elif eos:
+            ids.append(min(eos))
         deltas: list[Delta] = []
-        eos = self._tokenizer.eos_token_ids
         sent = 0
-        hold = max((len(stop) for stop in stops), default=1) - 1
+        hold = max(map(len, sampling.stop), default=1) - 1
         for start in range(0, len(ids), self._delta_tokens):
             end = min(start + self._delta_tokens, len(ids))
             ended = end == len(ids)
             shown = ids[: end - 1] if ids[end - 1] in eos and ended else ids[:end]
             text = self._tokenizer.decode(shown)
-            found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
-            if found >= 0:
-                text, ended, finish = text[:found], True, "stop"
-                stop_reason = next(stop for stop in stops if self._tokenizer.decode(shown).startswith(stop, found))
+            found = [(at, place) for place, stop in enumerate(sampling.stop) if (at := text.find(stop)) >= 0]
+            if found:
+                at, place = min(found)
+                text, ended, finish, stop_reason = text[:at], True, "stop", sampling.stop[place]
             safe = len(text) if ended else max(sent, len(text.rstrip("\ufffd")) - hold)
             part = tuple(ids[start:end])
             deltas.append(
                 Delta(
                     text=text[sent:safe],
                     token_ids=part,
-                    logprobs=tuple(self._logprob(i, logprobs) for i in part) if logprobs is not None else (),
+                    logprobs=() if sampling.logprobs is None else self._logprobs(part, sampling.logprobs),
                     finish_reason=finish if ended else None,
                     stop_reason=stop_reason if ended else None,
                 )
@@ -190,6 +176,6 @@ class FakeEngine(Engine):
                 return deltas
         return deltas or [Delta(finish_reason=finish)]
 
-    def _logprob(self, token_id: int, count: int) -> TokenLogprob:
-        token = self._tokenizer.decode([token_id])
-        return TokenLogprob(token_id, token, -0.5, ((token_id, token, -0.5),) * min(1, count))
+    def _logprobs(self, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+        choices = ((token_id, self._tokenizer.decode([token_id]), -0.5) for token_id in token_ids)
+        return tuple(TokenLogprob(*choice, (choice,) * min(1, count)) for choice in choices)

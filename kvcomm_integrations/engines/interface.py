@@ -159,7 +159,10 @@ class Engine(ABC):
             tenant: whose session it is.
             cache_salt: prefix-cache salt of its requests; ``None``: the tenant's, as chat models use it.
         """
-        async for _ in self.generate(_farewell(session, tenant, cache_salt)):
+        params = KVCommParams(session=session, tenant=tenant, mode=Mode.DENSE, release=True)
+        sampling = SamplingOptions(max_tokens=1, temperature=0)
+        salt = tenant_salt(tenant) if cache_salt is None else cache_salt
+        async for _ in self.generate(GenerationRequest(SegmentedPrompt((0,), ()), params, sampling, cache_salt=salt)):
             pass
 
     def release_session(self, session: str, *, tenant: str = "default", cache_salt: str | None = None) -> None:
@@ -179,9 +182,8 @@ def check_prompt(prompt: SegmentedPrompt, limit: int, model: str) -> None:
     """Refuse a prompt that no answer can follow.
 
     Args:
-        prompt: The prompt.
-        limit: Longest prompt plus answer, tokens.
-        model: The model's name.
+        prompt, model: the prompt, and the model's name.
+        limit: longest prompt plus answer, tokens.
 
     Raises:
         RequestRefusedError: the prompt is empty.
@@ -195,10 +197,3 @@ def check_prompt(prompt: SegmentedPrompt, limit: int, model: str) -> None:
             f"the prompt has {tokens} tokens; the model {model!r} takes fewer than {limit} (max_model_len), answer "
             "included: shorten the conversation or raise max_model_len"
         )
-
-
-def _farewell(session: str, tenant: str, cache_salt: str | None) -> GenerationRequest:
-    params = KVCommParams(session=session, tenant=tenant, mode=Mode.DENSE, release=True)
-    sampling = SamplingOptions(max_tokens=1, temperature=0)
-    salt = tenant_salt(tenant) if cache_salt is None else cache_salt
-    return GenerationRequest(SegmentedPrompt((0,), ()), params, sampling, cache_salt=salt)

@@ -28,8 +28,6 @@ class Server:
     """Longest prompt plus answer, tokens."""
     connector: bool
     """Its engine runs with our connector."""
-    reports_in_streams: bool
-    """Streamed answers end with a report."""
 
 
 async def shake_hands(transport: Transport, config: EngineConfig, tokenizer: ChatTokenizer) -> Server:
@@ -38,7 +36,7 @@ async def shake_hands(transport: Transport, config: EngineConfig, tokenizer: Cha
     Raises:
         ServerError: the server cannot be reached or does not fit; names both values.
     """
-    model, limit = served_model(await transport.get("/v1/models"), config)
+    model, limit = served_model(await transport.fetch("/v1/models"), config)
     info = await _info(transport)
     await _compare_tokenizers(transport, model, tokenizer)
     if limit is None:
@@ -64,7 +62,7 @@ async def shake_hands(transport: Transport, config: EngineConfig, tokenizer: Cha
         )
     elif info.refusal:
         logger.warning("The server at %s reuses nothing: %s", transport.base_url, info.refusal)
-    return Server(model, min(limit, config.max_model_len or limit), connector, info is not None)
+    return Server(model, min(limit, config.max_model_len or limit), connector)
 
 
 def served_model(listing: Any, config: EngineConfig) -> tuple[str, int | None]:
@@ -89,7 +87,7 @@ def served_model(listing: Any, config: EngineConfig) -> tuple[str, int | None]:
 
 async def _info(transport: Transport) -> ServerInfo | None:
     try:
-        info = ServerInfo.model_validate(await transport.get(INFO_PATH))
+        info = ServerInfo.model_validate(await transport.fetch(INFO_PATH))
     except NotFoundError:
         return None
     if info.wire != WIRE_VERSION:
@@ -105,7 +103,7 @@ async def _info(transport: Transport) -> ServerInfo | None:
 async def _compare_tokenizers(transport: Transport, model: str, tokenizer: ChatTokenizer) -> None:
     body = {"model": model, "prompt": PROBE, "add_special_tokens": False}
     try:
-        theirs = (await transport.post("/tokenize", body))["tokens"]
+        theirs = (await transport.fetch("/tokenize", body))["tokens"]
     except NotFoundError:  # a router passes on the OpenAI paths only
         logger.info("%s has no /tokenize: the tokenizers could not be compared", transport.base_url)
         return
@@ -129,5 +127,5 @@ async def _answers_as_ours(transport: Transport, model: str, tokenizer: ChatToke
         "max_tokens": 1,
         "kv_transfer_params": KVCommParams(mode=Mode.DENSE).to_transfer_params(),
     }
-    answer = await transport.post("/v1/completions", body)
+    answer = await transport.fetch("/v1/completions", body)
     return WIRE_KEY in (answer.get("kv_transfer_params") or {})

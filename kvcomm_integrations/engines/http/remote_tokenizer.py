@@ -27,7 +27,7 @@ async def fetch_tokenizer(transport: Transport, model: str) -> ChatTokenizer:
         ConfigurationError: neither is to be had.
     """
     try:
-        files = await transport.get(TOKENIZER_PATH)
+        files = await transport.fetch(TOKENIZER_PATH)
     except NotFoundError:
         try:
             return ChatTokenizer.from_pretrained(model)

@@ -44,24 +44,18 @@ def completion_body(request: GenerationRequest, server: Server, request_id: str)
         "ignore_eos": options.ignore_eos,
         "skip_special_tokens": options.skip_special_tokens,
     }
-    body |= {name: value for name in _SAME_NAMES if (value := getattr(options, name)) is not None}
-    if options.logprobs is not None:
-        body["return_tokens_as_token_ids"] = True
-    if options.stop:
-        body["stop"] = list(options.stop)
-    if options.stop_token_ids:
-        body["stop_token_ids"] = list(options.stop_token_ids)
-    if options.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in options.logit_bias.items()}
-    if options.structured_output is not None:
-        body["structured_outputs"] = options.structured_output
-    if options.extra_args:
-        body["vllm_xargs"] = options.extra_args
-    if request.cache_salt:
-        body["cache_salt"] = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest()
-    if server.connector:
-        body["kv_transfer_params"] = request.params.to_transfer_params()
-    return body
+    salt = request.cache_salt
+    wanted = {name: getattr(options, name) for name in _SAME_NAMES} | {
+        "return_tokens_as_token_ids": None if options.logprobs is None else True,
+        "stop": list(options.stop) or None,
+        "stop_token_ids": list(options.stop_token_ids) or None,
+        "logit_bias": {str(token): bias for token, bias in (options.logit_bias or {}).items()} or None,
+        "structured_outputs": options.structured_output,
+        "vllm_xargs": options.extra_args or None,
+        "cache_salt": hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else None,
+        "kv_transfer_params": request.params.to_transfer_params() if server.connector else None,
+    }
+    return body | {name: value for name, value in wanted.items() if value is not None}
 
 
 async def read_deltas(

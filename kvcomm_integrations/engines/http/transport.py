@@ -45,14 +45,9 @@ class Transport:
             verify=_tls(http.verify, http.ca_file),
         )
 
-    async def get(self, path: str) -> Any:
-        """The JSON at a path."""
-        async with self._open("GET", path, None, {}) as response:
-            return _json(await response.aread(), path)
-
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer to a JSON body."""
-        async with self._open("POST", path, body, {}) as response:
+    async def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON at a path, or the JSON answer to a JSON body."""
+        async with self._open(path, body, {}) as response:
             return _json(await response.aread(), path)
 
     @asynccontextmanager
@@ -60,7 +55,7 @@ class Transport:
         self, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> AsyncIterator[AsyncIterator[str]]:
         """The lines of a streamed answer to a JSON body. Leaving early closes the connection, which aborts."""
-        async with self._open("POST", path, body, headers) as response:
+        async with self._open(path, body, headers) as response:
             yield self._lines(response)
 
     async def aclose(self) -> None:
@@ -74,10 +69,10 @@ class Transport:
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str]
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str]
     ) -> AsyncIterator[httpx.Response]:
         """A response whose status is good and whose body has not been read. Sends again after connection errors."""
-        url = self.base_url + path
+        method, url = "GET" if body is None else "POST", self.base_url + path
         for attempt in range(self._http.retries + 1):
             request = self._client.build_request(method, url, json=body, headers=headers)
             try:
