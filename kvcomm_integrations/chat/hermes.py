@@ -45,16 +45,12 @@ class HermesFormat(ToolFormat):
         self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
     ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
         """See ``ToolFormat.encode``."""
-        uses_calls = any(message.tool_calls for message in messages)
-        if not use.tools and not uses_calls:
-            return list(messages), None
-        able = template_abilities(tokenizer)
         shown = list(messages)
-        if uses_calls and not able.tool_calls:
+        if any(message.tool_calls for message in shown) and not template_abilities(tokenizer).tool_calls:
             shown = [_calls_as_text(message) for message in shown]
         if not use.tools:
             return shown, None
-        if able.tools:
+        if template_abilities(tokenizer).tools:
             return shown, list(use.tools)
         return _with_instruction(shown, use.tools), None
 
@@ -75,6 +71,7 @@ class HermesFormat(ToolFormat):
         """A structural tag that forces names and arguments in the model's own form; ``None``: anything goes."""
         if not use.tools:
             return answer
+        use.check_output(answer)
         if answer is None and not (use.required or use.strict):
             return None
         tags = [_tag(tool["function"]) for tool in use.callable_tools]
@@ -85,10 +82,6 @@ class HermesFormat(ToolFormat):
             "at_least_one": True,
             "stop_after_first": not use.parallel or use.named is not None,
         }
-        if use.required and answer is not None:
-            raise ConfigurationError(
-                "a forced tool call and a structured output cannot be combined; use tool_choice='auto' or drop one"
-            )
         if use.required:
             return _structural(calls)
         if answer is not None:
@@ -99,12 +92,12 @@ class HermesFormat(ToolFormat):
         self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
     ) -> HermesParser:
         """See ``ToolFormat.parser``."""
-        thinking = _opens_thinking(prompt.text)
+        thinking = _ending(prompt.text).endswith(THINK_OPEN)
         return HermesParser(calls=bool(use.tools), parallel=use.parallel, thinking=thinking, constrained=constrained)
 
 
-def _opens_thinking(prompt: str) -> bool:
-    return prompt[-64:].rstrip().endswith(THINK_OPEN)
+def _ending(prompt: str) -> str:
+    return prompt[-64:].rstrip()
 
 
 def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, prompt: str) -> dict[str, Any] | None:
@@ -113,8 +106,9 @@ def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, 
     It stays as it is for a model that does not think, after a prompt that has closed the block already (thinking was
     switched off), and if it leaves room for text anyway.
     """
-    thinks = THINK_CLOSE in str(tokenizer.hf.chat_template) or _opens_thinking(prompt)
-    if constraint is None or not thinks:
+    opened = _ending(prompt).endswith(THINK_OPEN)
+    thinks = opened or THINK_CLOSE in str(tokenizer.hf.chat_template)
+    if constraint is None or not thinks or _ending(prompt).endswith(THINK_CLOSE):
         return constraint
     if "structural_tag" in constraint:
         form = json.loads(constraint["structural_tag"])["format"]
@@ -122,9 +116,6 @@ def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, 
             return constraint
     else:
         form = _answer_format(constraint)
-    if prompt[-64:].rstrip().endswith(THINK_CLOSE):
-        return constraint
-    opened = _opens_thinking(prompt)
     block = {"type": "tag", "begin": "" if opened else THINK_OPEN, "content": {"type": "any_text"}, "end": THINK_CLOSE}
     space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
     thought = {"type": "sequence", "elements": [block, space, form]}
@@ -161,24 +152,21 @@ def _tag(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls_as_text(message: ChatMessage) -> ChatMessage:
-    if not message.tool_calls:
-        return message
-    calls = []
+    lines = [message.content] if message.content else []
     for call in message.tool_calls:
-        function = call["function"]
-        arguments = function.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        name = json.dumps(function["name"])
-        calls.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CALL_CLOSE}')
-    return replace(message, content="\n".join([message.content, *calls] if message.content else calls), tool_calls=())
+        name, arguments = json.dumps(call["function"]["name"]), _as_text(call["function"].get("arguments", {}))
+        lines.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CALL_CLOSE}')
+    return replace(message, content="\n".join(lines), tool_calls=())
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_instruction(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = _INSTRUCTION.format(tools=lines)
-    if messages and messages[0].role == "system":
-        first = messages[0]
+    if messages and (first := messages[0]).role == "system":
         return [replace(first, content=f"{first.content}\n\n{text}" if first.content else text), *messages[1:]]
     return [ChatMessage(role="system", content=text), *messages]
 
@@ -205,7 +193,7 @@ class HermesParser(AnswerParser):
         self._buffer = ""
         self._state = self._start
         self._index = 0
-        self._call: _Call | None = None
+        self._call = _Call(0)
         self._closed: dict[int, bool | None] = {}
         self._trim = False
         self._said_text = False
@@ -227,18 +215,14 @@ class HermesParser(AnswerParser):
 
     def _start(self, chunks: list[AnswerChunk], final: bool) -> bool:
         body = self._buffer.lstrip()
-        if not body and not final:
-            return False
         if body.startswith(THINK_OPEN):
             self._buffer = body[len(THINK_OPEN) :]
             self._state, self._trim = self._think, True
             return True
-        if body and THINK_OPEN.startswith(body) and not final:
+        tags = (THINK_OPEN, CALL_OPEN) if self._thinking_given else (THINK_OPEN,)
+        if not final and any(tag.startswith(body) for tag in tags):
             return False
         opens_answer = body.startswith(CALL_OPEN) or (self._constrained and body.startswith(_OPENS_JSON))
-        undecided = self._thinking_given and body and CALL_OPEN.startswith(body) and not final
-        if undecided:
-            return False
         self._state = self._think if self._thinking_given and not opens_answer else self._text
         self._trim = self._thinking_given
         return True
@@ -249,32 +233,31 @@ class HermesParser(AnswerParser):
             self._emit_reasoning(chunks, before.rstrip())
             self._buffer, self._state, self._trim = after, self._text, True
             return True
-        settled = before if final else before[: len(before) - _held(before, THINK_CLOSE)]
-        keep = len(before) - len(settled.rstrip())
-        self._emit_reasoning(chunks, before[: len(before) - keep])
-        self._buffer = before[len(before) - keep :]
+        settled = (before if final else _settled(before, THINK_CLOSE)).rstrip()
+        self._emit_reasoning(chunks, settled)
+        self._buffer = before[len(settled) :]
         return False
 
     def _emit_reasoning(self, chunks: list[AnswerChunk], text: str) -> None:
+        if text := self._trimmed(text):
+            chunks.append(ReasoningChunk(text))
+
+    def _trimmed(self, text: str) -> str:
+        """Without the white space it begins with, where that follows a tag."""
         if self._trim:
             text = text.lstrip()
             self._trim = not text
-        if text:
-            chunks.append(ReasoningChunk(text))
+        return text
 
     def _text(self, chunks: list[AnswerChunk], final: bool) -> bool:
-        if not self._calls:
-            self._emit_text(chunks, self._buffer)
-            self._buffer = ""
-            return False
-        before, opened, after = self._buffer.partition(CALL_OPEN)
+        before, opened, after = self._buffer.partition(CALL_OPEN) if self._calls else (self._buffer, "", "")
         if opened:
             self._emit_text(chunks, before, before_call=True)
             self._buffer, self._state, self._call = after, self._in_call, _Call(self._index)
             return True
-        keep = 0 if final else _held(before, CALL_OPEN)
-        self._emit_text(chunks, before[: len(before) - keep])
-        self._buffer = before[len(before) - keep :]
+        settled = before if final or not self._calls else _settled(before, CALL_OPEN)
+        self._emit_text(chunks, settled)
+        self._buffer = before[len(settled) :]
         if final and self._space and not self._index:
             chunks.append(TextChunk(self._space))
             self._space = ""
@@ -282,15 +265,8 @@ class HermesParser(AnswerParser):
 
     def _emit_text(self, chunks: list[AnswerChunk], text: str, *, before_call: bool = False) -> None:
         """White space is held back until text follows it: between calls, and before the first, it means nothing."""
-        if self._trim:
-            text = text.lstrip()
-            self._trim = not text
-        if not self._calls:
-            if text:
-                chunks.append(TextChunk(text))
-            return
-        text = self._space + text
-        body = text.rstrip()
+        text = self._space + self._trimmed(text)
+        body = text.rstrip() if self._calls else text
         self._space = "" if before_call else text[len(body) :]
         if self._index and not self._said_text:
             body = body.lstrip()
@@ -300,7 +276,6 @@ class HermesParser(AnswerParser):
 
     def _in_call(self, chunks: list[AnswerChunk], final: bool) -> bool:
         call = self._call
-        assert call is not None
         consumed, fragments = call.feed(self._buffer, final=final)
         if self._parallel or self._index == 0:
             chunks.extend(fragments)
@@ -311,7 +286,7 @@ class HermesParser(AnswerParser):
             return False
         self._index += call.named
         self._said_text = False
-        self._call, self._state = None, self._text
+        self._state = self._text
         return True
 
 
@@ -319,18 +294,14 @@ class _Call:
     """One ``<tool_call>`` body: streams name and arguments as soon as both keys have been seen in that order."""
 
     def __init__(self, index: int) -> None:
-        self.closed = False
-        self.named = False
-        self.tagged = False
+        self.closed = self.named = self.tagged = False
         self._index = index
-        self._scan: _JsonEnd | None = None
+        self._scan = _JsonEnd()
 
     @property
     def ended(self) -> bool | None:
         """Its closing tag has come; ``None``: only its arguments are whole, which some other end may have cut off."""
-        if self.tagged:
-            return True
-        return None if self._scan is None or self._scan.done else False
+        return True if self.tagged else None if self._scan.done else False
 
     def feed(self, text: str, *, final: bool) -> tuple[int, list[AnswerChunk]]:
         """Characters consumed, and the fragments they gave."""
@@ -338,48 +309,33 @@ class _Call:
         at = 0
         if not self.named:
             match = _NAME.match(text)
-            if match and (match.end() < len(text) or final):
-                self._open(chunks, json.loads(match.group(1)))
-                at = match.end()
-            elif CALL_CLOSE in text or final:
-                return self._whole(text)
-            else:
-                return 0, chunks
-        if self._scan is not None and not self._scan.done:
-            size = self._scan.advance(text[at:])
-            if size:
-                chunks.append(CallChunk(self._index, arguments=text[at : at + size]))
+            if match is None or (match.end() == len(text) and not final):
+                return self._whole(text) if final or CALL_CLOSE in text else (0, chunks)
+            self.named, at = True, match.end()
+            chunks.append(CallChunk(self._index, id=new_call_id(), name=json.loads(match.group(1))))
+        if not self._scan.done and (size := self._scan.advance(text[at:])):
+            chunks.append(CallChunk(self._index, arguments=text[at : at + size]))
             at += size
-        if self._scan is not None and not self._scan.done:
-            self.closed = final
-            return at, chunks
-        end = text.find(CALL_CLOSE, at)
+        end = text.find(CALL_CLOSE, at) if self._scan.done else -1
         if end < 0:
             self.closed = final
-            return (len(text) if final else at), chunks
+            return (len(text) if final and self._scan.done else at), chunks
         self.closed = self.tagged = True
         return end + len(CALL_CLOSE), chunks
-
-    def _open(self, chunks: list[AnswerChunk], name: str) -> None:
-        self.named = True
-        self._scan = _JsonEnd()
-        chunks.append(CallChunk(self._index, id=new_call_id(), name=name))
 
     def _whole(self, text: str) -> tuple[int, list[AnswerChunk]]:
         """Keys in another order, or something that is no call: decide once the whole body is there."""
         body, closed, _ = text.partition(CALL_CLOSE)
-        self.closed, self.tagged = True, bool(closed)
-        consumed = len(body) + len(closed)
+        self.closed = self._scan.done = True
+        self.tagged, consumed = bool(closed), len(body) + len(closed)
         try:
             call = json.loads(body)
             name = call["name"]
             arguments = call.get("arguments", call.get("parameters", {}))
         except (ValueError, TypeError, KeyError):
             return consumed, [TextChunk(CALL_OPEN + body + closed)]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
         self.named = True
-        return consumed, [CallChunk(self._index, id=new_call_id(), name=str(name), arguments=arguments)]
+        return consumed, [CallChunk(self._index, id=new_call_id(), name=str(name), arguments=_as_text(arguments))]
 
 
 class _JsonEnd:
@@ -389,45 +345,34 @@ class _JsonEnd:
     """
 
     def __init__(self) -> None:
-        self.done = False
+        self.done = self._in_string = self._escaped = False
         self._depth = 0
-        self._in_string = False
-        self._escaped = False
 
     def advance(self, text: str) -> int:
         """How many characters of ``text`` still belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._in_string = False
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
             elif char == '"':
                 self._in_string = True
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
-                if self._depth == 0:
-                    self.done = True
-                    return i
                 self._depth -= 1
-                if self._depth == 0:
+                if self._depth <= 0:  # below: a bracket that closes what is around the value
                     self.done = True
-                    return i + 1
+                    return i + 1 + self._depth
             elif char == "<" and CALL_CLOSE.startswith(text[i : i + len(CALL_CLOSE)]):
                 self.done = text.startswith(CALL_CLOSE, i)
                 return i
         return len(text)
 
 
-def _held(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that may be the start of ``tag``."""
-    for size in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-size:]):
-            return size
-    return 0
+def _settled(text: str, tag: str) -> str:
+    """``text`` without the end of it that may be the start of ``tag``."""
+    starts = (size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size]))
+    return text[: len(text) - next(starts, 0)]
 
 
 def new_call_id() -> str:

@@ -47,6 +47,13 @@ class ToolUse:
             return self.tools
         return tuple(tool for tool in self.tools if tool["function"]["name"] == self.named)
 
+    def check_output(self, constraint: dict[str, Any] | None) -> None:
+        """Raises ``ConfigurationError`` if the answer must be a call and must follow ``constraint`` as well."""
+        if self.required and constraint is not None:
+            raise ConfigurationError(
+                "a forced tool call and a structured output cannot be combined; use tool_choice='auto' or drop one"
+            )
+
 
 def tool_use(
     tools: Sequence[Mapping[str, Any]] | None,
@@ -82,7 +89,7 @@ def tool_use(
         return ToolUse(checked, parallel=parallel, strict=strict)
     if tool_choice is False or tool_choice == NONE:
         return ToolUse()
-    names = [tool["function"]["name"] for tool in checked]
+    names = ToolUse(checked).names
     if tool_choice is True or (tool_choice in (REQUIRED, "any") and tool_choice not in names):
         if not checked:
             raise ConfigurationError(f"tool_choice={tool_choice!r} needs at least one tool; none was given")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,61 +49,23 @@ def _request(use: ToolUse, structured_output: dict[str, Any] | None = None) -> A
         choice: Any = "required" if use.required else "auto"
         if use.named:
             choice = {"type": "function", "function": {"name": use.named}}
-        tools = [_strict(tool) if use.strict else tool for tool in use.tools]
+        strict = {"strict": True} if use.strict else {}  # without it vLLM leaves arguments unconstrained
+        tools = [{**tool, "function": {**tool["function"], **strict}} for tool in use.tools]
         fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": use.parallel}
     if structured_output is not None:
         fields["structured_outputs"] = StructuredOutputsParams(**structured_output)
     return chat_completion_request(fields)
 
 
-def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """Without ``strict`` vLLM leaves arguments unconstrained."""
-    return {**tool, "function": {**tool["function"], "strict": True}}
-
-
-def adjusted(
-    tool_parser: str,
-    reasoning_parser: str | None,
-    tokenizer: ChatTokenizer,
-    use: ToolUse,
-    sampling: SamplingOptions,
-) -> SamplingOptions:
-    """Sampling as vLLM's parser wants it: constraint, and whether special tokens are shown.
-
-    Raises:
-        ConfigurationError: no such parser, or a forced call together with a structured output.
-    """
-    if use.required and sampling.structured_output is not None:
-        raise ConfigurationError(
-            "a forced tool call and a structured output cannot be combined; use tool_choice='auto' or drop one"
-        )
-    request = _request(use, sampling.structured_output)
-    request = _parser(tool_parser, reasoning_parser, tokenizer, request.tools).adjust_request(request)
-    wanted = request.extract_structured_outputs()
-    return dataclasses.replace(
-        sampling,
-        structured_output=_plain(wanted) if wanted is not None else None,
-        skip_special_tokens=sampling.skip_special_tokens and bool(request.skip_special_tokens),
-    )
-
-
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
-
-def _plain(params: Any) -> dict[str, Any] | None:
-    """vLLM's structured-output parameters in the form ``SamplingOptions`` carries."""
-    return {form: value for form in _FORMS if (value := getattr(params, form, None))} or None
-
+"""Constraints by the names that vLLM's parameters and ``SamplingOptions`` have in common."""
 
 _TAGS = {
-    "glm45": ("<tool_call>", "</tool_call>"),
-    "glm47": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "qwen3_xml": ("<tool_call>", "</tool_call>"),
-    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
-    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
+    **dict.fromkeys(("glm45", "glm47", "qwen3_coder", "qwen3_xml"), "tool_call"),
+    "minimax_m2": "minimax:tool_call",
+    "seed_oss": "seed:tool_call",
 }
-"""Tags around a call, by parser, for the families whose arguments are not JSON."""
+"""Name of the tag around a call, by parser, for the families whose arguments are not JSON."""
 
 
 class VllmAnswerParser(AnswerParser):
@@ -135,7 +96,7 @@ class VllmAnswerParser(AnswerParser):
         self._named: set[int] = set()
         self._arguments: dict[int, str] = {}
         self._last_index = 0
-        self._tags = _TAGS.get(tool_parser or "")
+        self._tag = _TAGS.get(tool_parser or "")
         self._whole = ""
         self._said = False
         self._thought = ""
@@ -171,9 +132,8 @@ class VllmAnswerParser(AnswerParser):
         """
         if index < self._last_index:
             return True
-        if self._tags is not None:
-            opened, ended = (self._whole.rfind(tag) for tag in self._tags)
-            return True if ended > opened else None
+        if self._tag is not None:
+            return True if self._whole.rfind(f"</{self._tag}>") > self._whole.rfind(f"<{self._tag}>") else None
         return _holds(self._whole, self._arguments.get(index, ""))
 
     def _calls_of_whole(self) -> list[AnswerChunk]:
@@ -260,8 +220,15 @@ class VllmFormat(ToolFormat):
             return replace(
                 sampling, structured_output=after_thinking(sampling.structured_output, tokenizer, prompt.text)
             )
-
-        return adjusted(self.tool_parser, self.reasoning_parser, tokenizer, use, sampling)
+        use.check_output(sampling.structured_output)
+        request = _request(use, sampling.structured_output)
+        request = _parser(self.tool_parser, self.reasoning_parser, tokenizer, request.tools).adjust_request(request)
+        wanted = request.extract_structured_outputs()
+        return replace(
+            sampling,
+            structured_output={form: value for form in _FORMS if (value := getattr(wanted, form, None))} or None,
+            skip_special_tokens=sampling.skip_special_tokens and bool(request.skip_special_tokens),
+        )
 
     def parser(
         self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
