@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvcomm_integrations.chat.chunks import (
@@ -15,12 +16,30 @@ from kvcomm_integrations.chat.chunks import (
     TextChunk,
     Usage,
 )
-from kvcomm_integrations.chat.tool_format import AnswerParser, ToolUse
+from kvcomm_integrations.chat.tool_format import AnswerParser, ToolFormat, ToolUse
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest, TokenLogprob
 from kvcomm_integrations.errors import EngineError
 from kvcomm_integrations.prompts.content_registry import ContentRegistry
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import RequestReport
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A request that is ready to run, and what is needed to read its answer."""
+
+    request: GenerationRequest
+    tools: ToolUse
+    tool_format: ToolFormat
+    constrained: bool
+    """The answer follows a JSON constraint the caller asked for."""
+    prepare_ms: float = 0.0
+    """What building the request took, milliseconds."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, tokens."""
+        return len(self.request.prompt.token_ids)
 
 
 class AnswerCollector:
@@ -29,31 +48,21 @@ class AnswerCollector:
     Args:
         tokenizer: The model's tokenizer.
         registry: Where the finished response is registered.
-        parser: Splits the text into chunks.
-        request: The request being answered.
         session: The session's key in the registry.
-        tools: What the answer may call.
+        chat: The request being answered.
     """
 
-    def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        registry: ContentRegistry,
-        parser: AnswerParser,
-        request: GenerationRequest,
-        session: str,
-        tools: ToolUse = ToolUse(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, registry: ContentRegistry, session: str, chat: PreparedChat) -> None:
         self._tokenizer = tokenizer
         self._registry = registry
-        self._parser = parser
-        self._request = request
         self._session = session
+        self._chat = chat
+        self._parser = chat.tool_format.parser(tokenizer, chat.tools, chat.request.prompt, constrained=chat.constrained)
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._calls = _Calls(parser, request, tools)
+        self._calls = _Calls(self._parser, chat)
         self._invalid: tuple[InvalidCallChunk, ...] = ()
         self._end: Delta | None = None
 
@@ -86,7 +95,7 @@ class AnswerCollector:
             finish_reason="tool_calls" if reason == "stop" and self._called else reason,
             usage=self._usage(end),
             report=end.report,
-            segment_id=None if reason == "abort" else self._register(),
+            segment_id=None if reason == "abort" else self._register(end),
             stop_reason=end.stop_reason,
             logprobs=tuple(self._logprobs),
             ttft_ms=end.ttft_ms,
@@ -106,38 +115,31 @@ class AnswerCollector:
         elif isinstance(chunk, CallChunk):
             self._calls.parts.setdefault(chunk.index, []).append(chunk)
 
-    def _answer_ids(self) -> list[int]:
-        """Generated ids without the token that ended the answer."""
-        ids, end = self._token_ids, self._end
-        if not ids or end is None or end.finish_reason != "stop":
-            return ids
-        ended_by_token = ids[-1] in self._tokenizer.eos_token_ids or ids[-1] == end.stop_reason
-        return ids[:-1] if ended_by_token else ids
-
-    def _ids_of(self, text: str) -> tuple[int, ...]:
+    def _ids_of(self, text: str, end: Delta) -> tuple[int, ...]:
         """The generated ids of ``text``, or none if no run of them spells it (a stop string cut a token in two).
 
         Its last occurrence counts: an answer follows the thinking that may quote it.
         """
-        ids = self._answer_ids()
+        ids = self._token_ids
+        if ids and end.finish_reason == "stop" and ids[-1] in (*self._tokenizer.eos_token_ids, end.stop_reason):
+            ids = ids[:-1]  # the token that ended the answer
         whole = self._tokenizer.codec.decode_exact(ids)
         at = whole.rfind(text)
         found = self._tokenizer.slice(ids, whole, at, at + len(text)) if at >= 0 else None
         return tuple(found or ())
 
-    def _register(self) -> str | None:
+    def _register(self, end: Delta) -> str | None:
         text = "".join(self._text)
         if not text.strip():
             return None
-        ids = self._ids_of(text)
-        content = self._registry.register_response(self._session, self._request.params.agent, text, ids)
-        return str(content.id)
+        agent = self._chat.request.params.agent
+        return str(self._registry.register_response(self._session, agent, text, self._ids_of(text, end)).id)
 
     def _usage(self, end: Delta) -> Usage:
         report = end.report or RequestReport(exact=end.cached_tokens)
         thinking = "".join(self._reasoning)
         return Usage(
-            prompt_tokens=end.prompt_tokens or len(self._request.prompt.token_ids),
+            prompt_tokens=end.prompt_tokens or self._chat.prompt_tokens,
             completion_tokens=end.completion_tokens or len(self._token_ids),
             reasoning_tokens=self._tokenizer.count(thinking) if thinking else 0,
             exact=report.exact,
@@ -151,18 +153,17 @@ class _Calls:
 
     Args:
         parser: Knows which calls the model has closed.
-        request: The request being answered.
-        tools: What the answer may call.
+        chat: The request being answered.
     """
 
-    def __init__(self, parser: AnswerParser, request: GenerationRequest, tools: ToolUse) -> None:
+    def __init__(self, parser: AnswerParser, chat: PreparedChat) -> None:
         self.parts: dict[int, list[CallChunk]] = {}
         self.text = ""
         self._parser = parser
-        self._request = request
+        self._limit = chat.request.sampling.max_tokens
         self._required = {
             tool["function"]["name"]: tuple((tool["function"].get("parameters") or {}).get("required") or ())
-            for tool in tools.tools
+            for tool in chat.tools.tools
         }
 
     def invalid(self, end: Delta, size: int) -> Iterator[InvalidCallChunk]:
@@ -195,9 +196,8 @@ class _Calls:
 
     def _what_ended(self, end: Delta, size: int) -> str:
         if end.finish_reason == "length":
-            limit = self._request.sampling.max_tokens
-            if limit is not None and size >= limit:
-                return f"the answer was cut off (finish_reason 'length': raise max_tokens={limit})"
+            if self._limit is not None and size >= self._limit:
+                return f"the answer was cut off (finish_reason 'length': raise max_tokens={self._limit})"
             return "the answer was cut off (finish_reason 'length': the model's context is full; shorten the prompt)"
         if isinstance(end.stop_reason, str):
             return f"the answer ended at the stop string {end.stop_reason!r}"
@@ -212,9 +212,7 @@ class _Calls:
         start = self.text.find(arguments, named) if arguments else -1
         if start < 0:
             start = self.text.rfind(arguments) if arguments and arguments in self.text else named
-        if index == max(self.parts):
-            return self.text[start:]
-        return arguments
+        return self.text[start:] if index == max(self.parts) else arguments
 
 
 def _read(arguments: str) -> tuple[dict[str, Any] | None, str]:

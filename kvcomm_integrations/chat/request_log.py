@@ -11,8 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from kvcomm_integrations.chat.chunks import FinalChunk
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest
@@ -27,37 +26,25 @@ PHASES = ("queue", "plan", "load", "repair", "compute", "decode")
 """What a request spends its time on, in order."""
 
 
-class RunRecord(BaseModel):
-    """One request: a flat row, so that JSON lines of it can be read as a table. Times are milliseconds."""
+class RunRecord(RequestReport):
+    """One request: a flat row, so that JSON lines of it can be read as a table. Times are milliseconds.
 
-    model_config = ConfigDict(frozen=True)
+    To its report this adds who answered whom, how long each phase took, and what came of it.
+    """
 
     number: int = 0
     """Position in the log, from 1."""
     started: float = 0.0
     """When the request was handed to the engine, seconds since 1970."""
     model: str = ""
-    agent: str = "default"
-    session: str = "default"
     tenant: str = "default"
     asked: Mode = Mode.AUTO
-    """The mode the request asked for."""
-    mode: Mode = Mode.AUTO
-    """What was done: ``auto`` if something was loaded."""
-    policy: str = ""
-    prompt_tokens: int = 0
+    """The mode the request asked for; ``mode`` is ``auto`` if something was loaded."""
     completion_tokens: int = 0
-    exact: int = 0
-    loaded: int = 0
-    repaired: int = 0
-    computed: int = 0
     prepare_ms: float = 0.0
     """Finding shared contents and building the prompt, before the engine had the request."""
     queue_ms: float = 0.0
     """Waiting in vLLM's queue, planning included."""
-    plan_ms: float = 0.0
-    load_ms: float = 0.0
-    repair_ms: float = 0.0
     ttft_ms: float | None = None
     """From hand-over to the first token; ``None`` if there was none."""
     total_ms: float = 0.0
@@ -66,9 +53,6 @@ class RunRecord(BaseModel):
     """``stop``, ``length``, ``tool_calls``, ``abort``, ``error``, or empty while the request runs."""
     error: str = ""
     """Kind of the error that ended the request, without its message; empty if none did."""
-    reason: str = ""
-    """Why the request as a whole ran densely; empty if it did not."""
-    segments: tuple[SegmentReport, ...] = ()
     texts: tuple[str, ...] | None = None
     """Text of each segment; ``None`` unless recording texts is switched on."""
     answer: str | None = None
@@ -79,17 +63,9 @@ class RunRecord(BaseModel):
         """Milliseconds of each of ``PHASES``, none negative; the first five add up to ``ttft_ms``."""
         first = self.total_ms if self.ttft_ms is None else self.ttft_ms
         plan = min(self.plan_ms, self.queue_ms) if self.queue_ms else self.plan_ms
-        spent = {
-            "queue": max(0.0, self.queue_ms - plan),
-            "plan": plan,
-            "load": self.load_ms,
-            "repair": self.repair_ms,
-        }
-        return {
-            **spent,
-            "compute": max(0.0, first - sum(spent.values())),
-            "decode": max(0.0, self.total_ms - first),
-        }
+        before = (max(0.0, self.queue_ms - plan), plan, self.load_ms, self.repair_ms)
+        spent = (*before, max(0.0, first - sum(before)), max(0.0, self.total_ms - first))
+        return dict(zip(PHASES, spent, strict=True))
 
 
 class Recording:
@@ -140,30 +116,26 @@ class Recording:
         report = last.report or RequestReport(
             mode=params.mode, prompt_tokens=prompt, exact=last.cached_tokens, computed=prompt - last.cached_tokens
         )
-        shared = ("mode", "policy", "exact", "loaded", "repaired", "computed", "reason", "segments")
-        return RunRecord(
-            number=self._number,
-            started=self._started,
-            model=self._log.model,
-            agent=params.agent,
-            session=params.session,
-            tenant=params.tenant,
-            asked=params.mode,
-            prompt_tokens=prompt,
-            completion_tokens=last.completion_tokens or self._tokens,
-            prepare_ms=self._prepare_ms,
-            queue_ms=last.queue_ms or 0.0,
-            plan_ms=report.plan_ms,
-            load_ms=report.load_ms,
-            repair_ms=report.repair_ms,
-            ttft_ms=last.ttft_ms if last.ttft_ms is not None else self._first_ms,
-            total_ms=self._elapsed_ms(),
-            finish_reason=finish_reason,
-            error=error,
-            texts=self._log.texts(self._request, report.segments),
-            answer="".join(self._answer) if self._log.keep_content else None,
-            **{name: getattr(report, name) for name in shared},
-        )
+        ours: dict[str, Any] = {
+            "number": self._number,
+            "started": self._started,
+            "model": self._log.model,
+            "agent": params.agent,
+            "session": params.session,
+            "tenant": params.tenant,
+            "asked": params.mode,
+            "prompt_tokens": prompt,
+            "completion_tokens": last.completion_tokens or self._tokens,
+            "prepare_ms": self._prepare_ms,
+            "queue_ms": last.queue_ms or 0.0,
+            "ttft_ms": last.ttft_ms if last.ttft_ms is not None else self._first_ms,
+            "total_ms": self._elapsed_ms(),
+            "finish_reason": finish_reason,
+            "error": error,
+            "texts": self._log.texts(self._request, report.segments),
+            "answer": "".join(self._answer) if self._log.keep_content else None,
+        }
+        return RunRecord(**{**dict(report), **ours})
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._clock) * 1e3
@@ -204,9 +176,8 @@ class RequestLog:
 
     def begin(self, request: GenerationRequest, *, prepare_ms: float = 0.0) -> Recording:
         """Start to record a request; its ``done`` or ``failed`` must be called."""
+        recording = Recording(self, self.number(), request, prepare_ms)
         with self._lock:
-            number = next(self._numbers)
-            recording = Recording(self, number, request, prepare_ms)
             self._running[id(recording)] = recording
         return recording
 
@@ -244,6 +215,3 @@ class RequestLog:
             return None
         ids = request.prompt.token_ids
         return tuple(self._decode(ids[s.start : s.end]) for s in segments)
-
-
-__all__ = ["CONTENT_VARIABLE", "PHASES", "RUNS_KEPT", "Recording", "RequestLog", "RunRecord"]

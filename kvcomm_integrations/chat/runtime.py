@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from kvcomm_integrations.chat.chunks import Chunk
-from kvcomm_integrations.chat.collector import AnswerCollector
+from kvcomm_integrations.chat.collector import AnswerCollector, PreparedChat
 from kvcomm_integrations.chat.detect import tool_format_for
 from kvcomm_integrations.chat.request_log import RequestLog
-from kvcomm_integrations.chat.tool_format import ToolFormat, ToolUse, tool_use
+from kvcomm_integrations.chat.tool_format import ToolFormat, tool_use
 from kvcomm_integrations.chat.tracing import chat_span
 from kvcomm_integrations.config import Isolation
 from kvcomm_integrations.engines.interface import Engine, GenerationRequest, SamplingOptions, check_prompt
@@ -33,24 +32,6 @@ from kvcomm_integrations.wire import Mode
 
 _FIRST_PAUSE = 0.25
 """Seconds before the first retry; doubles with each further one."""
-
-
-@dataclass(frozen=True)
-class PreparedChat:
-    """A request that is ready to run, and what is needed to read its answer."""
-
-    request: GenerationRequest
-    tools: ToolUse
-    tool_format: ToolFormat
-    constrained: bool
-    """The answer follows a JSON constraint the caller asked for."""
-    prepare_ms: float = 0.0
-    """What building the request took, milliseconds."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt, tokens."""
-        return len(self.request.prompt.token_ids)
 
 
 class ChatRuntime:
@@ -69,34 +50,18 @@ class ChatRuntime:
         self, engine: Engine, *, tool_format: ToolFormat | None = None, registry: ContentRegistry | None = None
     ) -> None:
         self.engine = engine
+        self.registry = ContentRegistry() if registry is None else registry
+        """The shared contents of all sessions on this engine."""
+        self.runs = RequestLog(engine.config.model, decode=lambda ids: engine.tokenizer.decode(ids, skip_special=False))
+        """The latest requests of this engine."""
         self._tool_format = tool_format
-        self._registry = registry
         self._builder: PromptBuilder | None = None
-        self._runs: RequestLog | None = None
         self._lock = threading.Lock()
         watch(self)
 
     def after_fork(self) -> None:
         """In a forked child: a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
-
-    @property
-    def registry(self) -> ContentRegistry:
-        """The shared contents of all sessions on this engine."""
-        self.builder  # noqa: B018 - makes both
-        assert self._registry is not None
-        return self._registry
-
-    @property
-    def runs(self) -> RequestLog:
-        """The latest requests of this engine."""
-        with self._lock:
-            if self._runs is None:
-                self._runs = RequestLog(
-                    self.engine.config.model,
-                    decode=lambda ids: self.engine.tokenizer.decode(ids, skip_special=False),
-                )
-            return self._runs
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -110,12 +75,10 @@ class ChatRuntime:
         """The prompt builder; made on first use, because that reads the tokenizer's files."""
         with self._lock:
             if self._builder is None:
-                config, tokenizer = self.engine.config, self.engine.tokenizer
-                if self._registry is None:
-                    self._registry = ContentRegistry()
+                config = self.engine.config
                 self._builder = PromptBuilder(
-                    tokenizer,
-                    self._registry,
+                    self.engine.tokenizer,
+                    self.registry,
                     tokenization=config.tokenization,
                     min_segment_tokens=config.reuse.min_segment_tokens,
                 )
@@ -123,8 +86,8 @@ class ChatRuntime:
 
     def release_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
         """A session is over: forget its contents here, and their caches in the engine."""
-        if self._registry is not None:
-            self._registry.release(registry_session(tenant, session))
+        self.registry.release(registry_session(tenant, session))
+        if self._builder is not None:  # else the engine may not even have been started
             self.engine.release_session(session, tenant=tenant)
 
     async def arelease_session(self, session: str, tenant: str = DEFAULT_TENANT) -> None:
@@ -220,31 +183,27 @@ class ChatRuntime:
             TimeoutError: the answer took longer than ``timeout``.
             EngineError: the engine failed and no retry was left.
         """
-        with chat_span(self.engine.config, chat.request) as span:
-            async with aclosing(self._stream(chat, timeout, retries)) as chunks:
-                async for chunk in chunks:
-                    span.note(chunk)
-                    yield chunk
-
-    async def _stream(self, chat: PreparedChat, timeout: float | None, retries: int) -> AsyncGenerator[Chunk, None]:
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        for attempt in range(retries + 1):
-            begun = False
-            try:
-                async with aclosing(self._stream_once(chat, deadline, timeout)) as chunks:
-                    async for chunk in chunks:
-                        begun = True
-                        yield chunk
-                return
-            except EngineError as err:
-                if begun or attempt == retries or not err.worth_retrying:
-                    raise
-                await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
+        begun = False
+        with chat_span(self.engine.config, chat.request) as note:
+            for attempt in range(retries + 1):
+                try:
+                    async with aclosing(self._stream_once(chat, deadline, timeout)) as chunks:
+                        async for chunk in chunks:
+                            begun = True
+                            note(chunk)
+                            yield chunk
+                    return
+                except EngineError as err:
+                    if begun or attempt == retries or not err.worth_retrying:
+                        raise
+                    await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
 
     async def _stream_once(
         self, chat: PreparedChat, deadline: float | None, timeout: float | None
     ) -> AsyncGenerator[Chunk, None]:
-        answer = self._collector(chat)
+        session = registry_session(chat.request.params.tenant, chat.request.params.session)
+        answer = AnswerCollector(self.engine.tokenizer, self.registry, session, chat)
         recording = self.runs.begin(chat.request, prepare_ms=chat.prepare_ms)
         try:
             async with aclosing(self.engine.generate(chat.request)) as deltas:
@@ -292,14 +251,6 @@ class ChatRuntime:
             shown, lambda dicts: tokenizer.render(dicts, tools=shown_tools, **dict(template_kwargs or {}))
         )
         return len(tokenizer.encode(text, allow_special=True))
-
-    def _collector(self, chat: PreparedChat) -> AnswerCollector:
-        prompt, tokenizer = chat.request.prompt, self.engine.tokenizer
-        parser = chat.tool_format.parser(tokenizer, chat.tools, prompt, constrained=chat.constrained)
-        params = chat.request.params
-        return AnswerCollector(
-            tokenizer, self.registry, parser, chat.request, registry_session(params.tenant, params.session), chat.tools
-        )
 
 
 def registry_session(tenant: str, session: str) -> str:

@@ -7,7 +7,7 @@ is not installed. Spans never hold text of prompts or answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,55 +20,34 @@ from kvcomm_integrations.engines.interface import GenerationRequest
 TRACER = "kvcomm_integrations"
 PROVIDER = "vllm"
 
-_SAMPLING = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "seed": "gen_ai.request.seed",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-}
-"""Sampling options and the attributes they become, where they are set."""
-
-
-class ChatSpan:
-    """A chat call's span while the answer arrives.
-
-    Args:
-        span: OpenTelemetry's span; ``None`` where nothing is recorded.
-        model: the model's name.
-    """
-
-    def __init__(self, span: Any = None, model: str = "") -> None:
-        self._span = span
-        self._model = model
-
-    def note(self, chunk: Chunk) -> None:
-        """Take in a chunk of the answer; the last one carries usage and report."""
-        if self._span is not None and isinstance(chunk, FinalChunk):
-            self._span.set_attributes(_response(self._model, chunk))
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+"""Sampling options that become attributes ``gen_ai.request.*``, where they are set."""
 
 
 @contextmanager
-def chat_span(config: EngineConfig, request: GenerationRequest) -> Iterator[ChatSpan]:
-    """A span named ``chat {model}`` around one call, whatever number of tries it takes.
+def chat_span(config: EngineConfig, request: GenerationRequest) -> Iterator[Callable[[Chunk], None]]:
+    """A span named ``chat {model}`` around one call, whatever number of tries it takes. Yields what takes the chunks.
 
     It is a child of the caller's current span, but does not become current itself: between the chunks of a stream
     other code runs, which is not part of the call.
     """
     tracer = _tracer()
     if tracer is None:
-        yield ChatSpan()
+        yield lambda chunk: None
         return
     from opentelemetry.trace import SpanKind, Status, StatusCode
 
     kind = SpanKind.CLIENT if config.base_url else SpanKind.INTERNAL
     span = tracer.start_span(f"chat {config.model}", kind=kind)
+
+    def note(chunk: Chunk) -> None:
+        if span.is_recording() and isinstance(chunk, FinalChunk):  # the last one carries usage and report
+            span.set_attributes(_response(config.model, chunk))
+
     if span.is_recording():
         span.set_attributes(_request(config, request))
     try:
-        yield ChatSpan(span if span.is_recording() else None, config.model)
+        yield note
     except (GeneratorExit, asyncio.CancelledError):  # the caller has heard enough
         span.set_attribute("kvcomm.cancelled", True)
         raise
@@ -100,10 +79,9 @@ def _request(config: EngineConfig, request: GenerationRequest) -> dict[str, Any]
         "gen_ai.output.type": "json" if sampling.structured_output else "text",
         "kvcomm.request.mode": params.mode.value,
     }
-    for option, attribute in _SAMPLING.items():
-        value = getattr(sampling, option)
-        if value is not None:
-            attributes[attribute] = value
+    for option in _SAMPLING:
+        if (value := getattr(sampling, option)) is not None:
+            attributes[f"gen_ai.request.{option}"] = value
     if sampling.stop:
         attributes["gen_ai.request.stop_sequences"] = list(sampling.stop)
     if config.base_url:
@@ -123,9 +101,7 @@ def _response(model: str, last: FinalChunk) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cache_read,
         "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
-        "kvcomm.tokens.exact": usage.exact,
-        "kvcomm.tokens.loaded": usage.loaded,
-        "kvcomm.tokens.repaired": usage.repaired,
+        **{f"kvcomm.tokens.{way}": getattr(usage, way) for way in ("exact", "loaded", "repaired")},
         "kvcomm.tokens.computed": usage.prompt_tokens - usage.exact - usage.loaded - usage.repaired,
     }
     if last.ttft_ms is not None:
@@ -135,8 +111,6 @@ def _response(model: str, last: FinalChunk) -> dict[str, Any]:
             "kvcomm.mode": report.mode.value,
             "kvcomm.policy": report.policy,
             "kvcomm.reason": report.reason,
-            "kvcomm.plan_seconds": report.plan_ms / 1e3,
-            "kvcomm.load_seconds": report.load_ms / 1e3,
-            "kvcomm.repair_seconds": report.repair_ms / 1e3,
+            **{f"kvcomm.{step}_seconds": getattr(report, f"{step}_ms") / 1e3 for step in ("plan", "load", "repair")},
         }
     return attributes
