@@ -11,7 +11,7 @@ contents, so their bytes per token are measured and multiplied; a ridge map does
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -147,12 +147,10 @@ class StateSize:
     """Of all edges of the team."""
 
 
-def state_sizes(
-    layers: int, heads: int, dim: int, policies: Sequence[str] = ("ridge", "kvcomm", "kvcmas")
-) -> list[StateSize]:
+def state_sizes(layers: int, heads: int, dim: int) -> list[StateSize]:
     """Measure policies on random float32 KV of a model's shape: layers, KV heads and channels of a head."""
     sizes = []
-    for name in policies:
+    for name in ("ridge", "kvcomm", "kvcmas"):
         few, many = (_taught(name, torch.randn(2, layers, heads, tokens, dim)) for tokens in TAUGHT_TOKENS)
         short, long = TAUGHT_TOKENS
         edge = few + (many - few) * (TOKENS - short) // (long - short)

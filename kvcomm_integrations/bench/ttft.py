@@ -90,10 +90,8 @@ class TtftBench:
         samples = {"dense": self.samples[DENSE][place], "reuse": self.samples[way][place]}
         times = {name: [answer.ttft_ms for answer in answers] for name, answers in samples.items()}
         dense, reuse = median(times["dense"]), median(times["reuse"])
-        middle = {
-            name: float(median(getattr(answer.report, name) for answer in samples["reuse"]))
-            for name in (*TOKENS, *PARTS)
-        }
+        reports = [answer.report for answer in samples["reuse"]]
+        middle = {name: float(median(getattr(report, name) for report in reports)) for name in (*TOKENS, *PARTS)}
         spent, loaded = sum(middle[name] for name in PARTS), middle["loaded"]
         # Loads in units of the dense prefill they replace: dense time of as many tokens as were loaded.
         replaced = dense * loaded / (loaded + middle["repaired"] + middle["computed"]) if loaded else 0.0

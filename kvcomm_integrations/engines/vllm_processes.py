@@ -76,14 +76,10 @@ def disown_processes() -> None:
 @contextlib.contextmanager
 def start_progress(model: str) -> Iterator[None]:
     """A spinner on standard error while the block runs; none where that is no terminal or ``KVCOMM_PROGRESS`` is 0."""
-    if os.environ.get("KVCOMM_PROGRESS", "1") == "0":
-        yield
-        return
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"Starting vLLM with {model} (about half a minute on a CPU) ..."):
+    shown = console.is_terminal and os.environ.get("KVCOMM_PROGRESS", "1") != "0"
+    text = f"Starting vLLM with {model} (about half a minute on a CPU) ..."
+    with console.status(text) if shown else contextlib.nullcontext():
         yield

@@ -45,24 +45,21 @@ def harvest_jobs(harvests: Iterable[Harvest], blocks: Blocks, check_ids: Sequenc
         blocks: the request's block table.
         check_ids: its prompt's token ids if the rotation is still to be verified on them; else empty.
     """
-    jobs = []
-    for harvest in harvests:
-        entry, reserved = harvest.entry, harvest.entry.reserved
-        jobs.append(
-            HarvestJob(
-                entry.ref_id,
-                blocks,
-                harvest.start,
-                harvest.end,
-                reserved.name,
-                reserved.source,
-                reserved.key.scope,
-                reserved.dense,
-                reserved.exact,
-                tuple(check_ids),
-            )
+    return [
+        HarvestJob(
+            harvest.entry.ref_id,
+            blocks,
+            harvest.start,
+            harvest.end,
+            harvest.entry.reserved.name,
+            harvest.entry.source,
+            harvest.entry.key.scope,
+            harvest.entry.reserved.dense,
+            harvest.entry.reserved.exact,
+            tuple(check_ids),
         )
-    return jobs
+        for harvest in harvests
+    ]
 
 
 def observe_jobs(examples: Iterable[TrainingExample], blocks: Blocks) -> list[ObserveJob]:

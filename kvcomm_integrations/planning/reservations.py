@@ -163,18 +163,16 @@ class Reservations:
         ids = prompt.ids(segment.segment)
         entry = held.entry or self._index.find(segment.key, ids)[0]  # reserved by now if it stands in the prompt twice
         if entry is not None:
-            consumer = self._also_held_for(prompt, segment, entry, dense=dense)
+            consumer = self._also_held_for(prompt, segment, entry) if dense else None
             if consumer is None:
                 return entry, []
             segment = replace(segment, key=segment.key._replace(consumer=consumer))
         harvests = self._reserve(prompt, segment, ids, dense=dense)
         return entry or next((harvest.entry for harvest in harvests), None), harvests
 
-    def _also_held_for(
-        self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry, *, dense: bool
-    ) -> str | None:
+    def _also_held_for(self, prompt: ResolvedPrompt, segment: ResolvedSegment, entry: Entry) -> str | None:
         """As whose reference a dense prompt keeps a content that is held already; ``None``: as nobody's."""
-        if not dense or entry.source == prompt.agent:
+        if entry.source == prompt.agent:
             return None
         reserved = entry.reserved
         first_dense = segment.key._replace(consumer=FIRST_DENSE)

@@ -42,8 +42,7 @@ class HttpEngine(Engine):
         server_url(config.base_url)
         self.config = config
         self._lock = threading.RLock()
-        self._loop: LoopThread | None = None
-        self._transport: Transport | None = None
+        self._connected: tuple[LoopThread, Transport] | None = None
         self._tokenizer = tokenizer
         self._server: Server | None = None
         self._closed = False
@@ -52,10 +51,11 @@ class HttpEngine(Engine):
     def after_fork(self) -> None:
         """In a forked child: keep what is known of the server, leave loop and connections to the parent."""
         self._lock = threading.RLock()
-        if self._transport is not None:
-            self._transport.abandon()
-        abandon(self._loop)
-        self._loop = self._transport = None
+        if self._connected is not None:
+            loop, transport = self._connected
+            transport.abandon()
+            abandon(loop)
+            self._connected = None
 
     @property
     def closed(self) -> bool:
@@ -105,13 +105,12 @@ class HttpEngine(Engine):
         """See ``Engine.close``. The server goes on."""
         with self._lock:
             self._closed = True
-            loop, transport, self._loop, self._transport = self._loop, self._transport, None, None
-        if loop is None:
-            return
-        if transport is not None:
+            connected, self._connected = self._connected, None
+        if connected is not None:
+            loop, transport = connected
             loop.run(transport.aclose())
-        atexit.unregister(self.close)
-        loop.stop()
+            atexit.unregister(self.close)
+            loop.stop()
 
     def _connection(self) -> tuple[LoopThread, Transport]:
         with self._lock:
@@ -119,11 +118,11 @@ class HttpEngine(Engine):
                 raise EngineClosedError(
                     f"the connection to {self.config.base_url} has been closed; make a new chat model"
                 )
-            if self._loop is None or self._transport is None:
-                self._transport = Transport(self.config)
-                self._loop = LoopThread("kvcomm-http")
+            if self._connected is None:
+                transport = Transport(self.config)
+                self._connected = LoopThread("kvcomm-http"), transport
                 atexit.register(self.close)
-            return self._loop, self._transport
+            return self._connected
 
     async def _generate(self, transport: Transport, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         server, tokenizer = self._server, self._tokenizer
