@@ -167,25 +167,38 @@ class HttpConfig(Settings):
     """PEM file with the certificate authority to trust in place of the system's."""
 
 
-class EngineConfig(Settings):
-    """What identifies an engine. Two chat models with equal configurations share one engine."""
+class EngineSettings(BaseModel):
+    """The settings of an engine that chat models have too."""
 
-    model: str
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1)
     """Folder with weights and tokenizer, or a hub id."""
     base_url: str | None = None
     """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
     api_key: SecretStr | None = Field(default_factory=api_key_from_environment)
     """The server's key; read from ``KVCOMM_API_KEY`` if not given."""
     http: HttpConfig = Field(default_factory=HttpConfig)
-    """Timeouts, retries and TLS of a server's connections."""
+    """Timeouts, retries and TLS of a server's connections; a dict of its fields will do."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; ``None``: the model's, which a server with our connector hands out itself."""
+    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
+    """How KV is reused; a dict of its fields will do."""
     dtype: str = "auto"
     """Weights and cache type; ``auto`` is vLLM's choice: the model's own type, for most bfloat16."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt plus answer, tokens; ``None``: the model's own."""
     block_size: int | None = None
     """Paged-cache block, tokens; ``None``: vLLM's choice (128 on the CPU)."""
+    tokenization: Tokenization = Tokenization.SEGMENTED
+    """How contents are tokenised, see ``Tokenization``."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More of vLLM's ``AsyncEngineArgs``, passed through."""
+
+
+class EngineConfig(EngineSettings, Settings):
+    """What identifies an engine. Two chat models with equal configurations share one engine."""
+
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """Paged cache, bytes; ``None``: 2 GiB on the CPU, vLLM's choice elsewhere."""
     max_num_seqs: int | None = Field(default=None, ge=1)
@@ -194,14 +207,10 @@ class EngineConfig(Settings):
     """Run the model without torch.compile and CUDA graphs. ``None``: vLLM's own default on a GPU, where both are on;
     ``True`` on a CPU, where compiling takes minutes at every first start."""
     seed: int = 0
-    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
-    tokenization: Tokenization = Tokenization.SEGMENTED
     state_path: str | None = None
     """File of learned corrections to start with, if it exists. One of another model or policy stops the start."""
     save_state_on_close: bool = False
     """Write what was learned to ``state_path`` when the engine is closed."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More ``AsyncEngineArgs`` fields, passed through."""
 
     @model_validator(mode="after")
     def _check_state(self) -> EngineConfig:

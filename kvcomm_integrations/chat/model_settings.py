@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvcomm_integrations.chat.caller import Caller
 from kvcomm_integrations.chat.detect import named_tool_format
 from kvcomm_integrations.chat.response_format import to_constraint
 from kvcomm_integrations.chat.tool_format import ToolFormat
-from kvcomm_integrations.config import EngineConfig, HttpConfig, ReuseConfig, Tokenization, api_key_from_environment
+from kvcomm_integrations.config import EngineConfig, EngineSettings
 from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.ids import DEFAULT_TENANT
@@ -137,35 +137,6 @@ class CallArguments(SamplingArguments):
             "template_kwargs": self.chat_template_kwargs,
             "sampling": self.sampling(constraint),
         }
-
-
-class EngineSettings(BaseModel):
-    """The settings that identify an engine: fields of ``EngineConfig``."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = Field(min_length=1)
-    """Folder with weights and tokenizer, or a hub id."""
-    base_url: str | None = None
-    """A vLLM server's ``.../v1`` address; ``None`` runs the engine in this process."""
-    api_key: SecretStr | None = Field(default_factory=api_key_from_environment)
-    """The server's key; read from ``KVCOMM_API_KEY`` if not given."""
-    http: HttpConfig = Field(default_factory=HttpConfig)
-    """Timeouts, retries and TLS of the server's connections; a dict of its fields will do."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; ``None``: the model's."""
-    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
-    """How KV is reused; a dict of its fields will do."""
-    dtype: str = "auto"
-    """Weights and cache type; ``auto`` is float32 on a CPU and the model's own type elsewhere."""
-    max_model_len: int | None = Field(default=None, ge=16)
-    """Longest prompt plus answer, tokens; ``None``: the model's own."""
-    block_size: int | None = None
-    """Paged-cache block, tokens; ``None``: vLLM's choice."""
-    tokenization: Tokenization = Tokenization.SEGMENTED
-    """How contents are tokenised, see ``Tokenization``."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More of vLLM's ``AsyncEngineArgs``."""
 
 
 class ModelSettings(EngineSettings, SamplingSettings, ReuseArguments):
