@@ -33,12 +33,13 @@ from kvcomm_integrations.autogen.messages import (
     to_openai_tools,
     to_tool_choice,
 )
-from kvcomm_integrations.autogen.model_info import model_info, shows_every_system_message
+from kvcomm_integrations.autogen.model_info import model_info
 from kvcomm_integrations.autogen.options import JsonOutput, constraint_of
 from kvcomm_integrations.autogen.results import Answer, ThoughtMemory
 from kvcomm_integrations.chat.chunks import Chunk
 from kvcomm_integrations.chat.model_settings import call_arguments, checked, tool_format_of
 from kvcomm_integrations.chat.runtime import ChatRuntime, runtime_for
+from kvcomm_integrations.chat.template_probe import template_abilities
 from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError
@@ -290,7 +291,7 @@ class KVCommChatCompletionClient(ChatCompletionClient, Component[KVCommClientCon
 
     def _arranged(self, runtime: ChatRuntime, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """The messages with several system messages merged, if the model is said or found not to read them all."""
-        if self._info.get("multiple_system_messages") and shows_every_system_message(runtime.engine.tokenizer):
+        if self._info.get("multiple_system_messages") and template_abilities(runtime.engine.tokenizer).system_messages:
             return list(messages)
         return merge_system_messages(messages)
 

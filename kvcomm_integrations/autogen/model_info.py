@@ -1,16 +1,14 @@
-"""What the client says about its model, and what its chat template does with several system messages."""
+"""What the client says about its model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from autogen_core.models import ModelFamily, ModelInfo, validate_model_info
 
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 _FAMILIES = (
     (r"\br1\b", ModelFamily.R1),
@@ -55,24 +53,3 @@ def model_info(model: str, overrides: Mapping[str, Any] | None = None) -> ModelI
     checked = cast(ModelInfo, info)
     validate_model_info(checked)
     return checked
-
-
-_shows_all: WeakKeyDictionary[ChatTokenizer, bool] = WeakKeyDictionary()
-
-
-def shows_every_system_message(tokenizer: ChatTokenizer) -> bool:
-    """Whether a chat template renders a second and a later system message, or refuses them openly.
-
-    Some templates keep only one of them and say nothing. A refusal is no harm: the messages are then rearranged.
-    """
-    shown = _shows_all.get(tokenizer)
-    if shown is None:
-        texts = {f"probe {number} zq": role for number, role in enumerate(("system", "system", "user", "system"))}
-        try:
-            text = tokenizer.render([{"role": role, "content": content} for content, role in texts.items()])
-        except ConfigurationError:
-            shown = True
-        else:
-            shown = all(content in text for content in texts)
-        _shows_all[tokenizer] = shown
-    return shown

@@ -26,6 +26,8 @@ class TemplateAbilities:
     """Tool definitions given as ``tools=``."""
     tool_calls: bool
     """Earlier calls of an assistant message."""
+    system_messages: bool
+    """A second and a later system message, or it refuses them openly. Some keep only one of them and say nothing."""
 
 
 _known: WeakKeyDictionary[ChatTokenizer, TemplateAbilities] = WeakKeyDictionary()
@@ -40,6 +42,7 @@ def template_abilities(tokenizer: ChatTokenizer) -> TemplateAbilities:
         _known[tokenizer] = TemplateAbilities(
             tools=_shows(tokenizer, [user], [_TOOL]),
             tool_calls=_shows(tokenizer, [user, call, answer], None),
+            system_messages=_shows_system_messages(tokenizer),
         )
     return _known[tokenizer]
 
@@ -51,3 +54,13 @@ def _shows(tokenizer: ChatTokenizer, messages: list[ChatMessage], tools: list[di
     except ConfigurationError:
         return False
     return text.count(_MARK) > sum(message.name == _MARK for message in messages)
+
+
+def _shows_system_messages(tokenizer: ChatTokenizer) -> bool:
+    """A refusal is no harm: the messages are then rearranged."""
+    texts = {f"probe {number} zq": role for number, role in enumerate(("system", "system", "user", "system"))}
+    try:
+        text = tokenizer.render([{"role": role, "content": content} for content, role in texts.items()])
+    except ConfigurationError:
+        return True
+    return all(content in text for content in texts)

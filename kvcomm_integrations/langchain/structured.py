@@ -46,7 +46,11 @@ def structured_model(
     else:
         llm = model.bind(response_format=_response_format(method, schema, strict), **bound)
     parser = _parser(method, schema)
-    return _with_raw(llm, parser) if include_raw else llm | parser
+    if not include_raw:
+        return llm | parser
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
 def _response_format(method: Method, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
@@ -65,11 +69,3 @@ def _parser(method: Method, schema: Schema | None) -> OutputParserLike[Any]:
         return PydanticToolsParser(tools=[pydantic], first_tool_only=True)
     name = convert_to_openai_tool(schema)["function"]["name"]
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-
-
-def _with_raw(
-    llm: Runnable[LanguageModelInput, Any], parser: OutputParserLike[Any]
-) -> Runnable[LanguageModelInput, Any]:
-    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
