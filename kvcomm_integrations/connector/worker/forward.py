@@ -20,6 +20,10 @@ from kvcomm_integrations.connector.compat import (
 from kvcomm_integrations.reuse.transfers import to_device
 
 
+TOKEN_TYPE, POSITION_TYPE = torch.int32, torch.int64
+"""As vLLM gives them to the model: what is compiled reads memory as these, whatever type the tensors have."""
+
+
 def virtual_batch(
     runner: Any,
     *,
@@ -38,12 +42,12 @@ def virtual_batch(
 
     Args:
         runner: the worker's model runner.
-        token_ids, positions, slots: ``(tokens,)`` int64, of all rows one after another.
+        token_ids, positions, slots: ``(tokens,)``, of all rows one after another.
     """
     return VirtualBatch(
         runner,
-        to_device(token_ids, runner.device),
-        to_device(positions, runner.device),
+        to_device(token_ids.to(TOKEN_TYPE), runner.device),
+        to_device(positions.to(POSITION_TYPE), runner.device),
         _Rows(
             torch.tensor(list(query_starts), dtype=torch.int32),
             torch.tensor(list(seq_lens), dtype=torch.int32),
@@ -81,7 +85,7 @@ class VirtualBatch:
 
     Args:
         runner: the worker's model runner.
-        token_ids, positions: ``(tokens,)`` int64, on the device.
+        token_ids, positions: ``(tokens,)``, on the device, int32 and int64.
         rows: whose tokens they are.
     """
 
