@@ -7,14 +7,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 
 def main():
-    model, tokens, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.stdin.read())
-    llm = LLM(model, dtype="float32", max_model_len=1024, enforce_eager=True, kv_cache_memory_bytes=1 << 28)
+    model, tokens, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    prompts = json.loads(sys.stdin.read())
+    llm = LLM(model, max_model_len=1024, kv_cache_memory_bytes=1 << 28, **options)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     answers = []
     for prompt in prompts:
@@ -27,12 +29,23 @@ if __name__ == "__main__":
 """
 
 
-def plain_answers(model: Path, prompts: Sequence[Sequence[int]], tokens: int, folder: Path) -> list[tuple[int, ...]]:
-    """Greedy answers of exactly ``tokens`` tokens, each prompt on its own with an empty prefix cache."""
+def plain_answers(
+    model: Path, prompts: Sequence[Sequence[int]], tokens: int, folder: Path, **options: Any
+) -> list[tuple[int, ...]]:
+    """Greedy answers of exactly ``tokens`` tokens, each prompt on its own with an empty prefix cache.
+
+    Args:
+        model: folder.
+        prompts: token ids.
+        tokens: of each answer.
+        folder: for the script.
+        options: of ``LLM``; in float32 and without compilation if they do not say otherwise.
+    """
+    options = {"dtype": "float32", "enforce_eager": True} | options
     script = folder / "plain.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), str(model), str(tokens)],
+        [sys.executable, str(script), str(model), str(tokens), json.dumps(options)],
         input=json.dumps([list(prompt) for prompt in prompts]),
         capture_output=True,
         text=True,

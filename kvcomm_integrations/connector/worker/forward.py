@@ -19,7 +19,6 @@ from kvcomm_integrations.connector.compat import (
 )
 from kvcomm_integrations.reuse.transfers import to_device
 
-
 TOKEN_TYPE, POSITION_TYPE = torch.int32, torch.int64
 """As vLLM gives them to the model: what is compiled reads memory as these, whatever type the tensors have."""
 
