@@ -1,4 +1,4 @@
-"""Every private name of vLLM that the package uses, apart from what `workarounds` patches.
+"""All private modules of vLLM that the package imports from, apart from what `workarounds` patches.
 
 Written against vLLM 0.32 and 0.33: what a new release changes is met here and in `workarounds`; a test keeps private
 names out of all other modules. Importing it imports vLLM.

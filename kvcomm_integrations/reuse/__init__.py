@@ -1,1 +1,1 @@
-"""How KV is moved and corrected: rotation, references, correction policies and the gate. Pure torch, no engine."""
+"""How KV is moved and corrected: rotation, references and correction policies. Pure torch, no engine."""
