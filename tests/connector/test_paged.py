@@ -125,7 +125,7 @@ def test_the_probe_finds_the_layout_and_cleans_up(layout: Layout, dtype: torch.d
     assert all(not layer.any() for layer in layers)
 
 
-@pytest.mark.parametrize("shape", [(BLOCKS, 2, SIZE, HEADS, DIM), (BLOCKS, SIZE, DIM), (BLOCKS, HEADS, SIZE, 7)])
+@pytest.mark.parametrize("shape", [(BLOCKS, 3, SIZE, HEADS, DIM), (BLOCKS, SIZE, DIM), (BLOCKS, HEADS, SIZE, 7)])
 def test_the_probe_refuses_unknown_shapes(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedModelError, match="not known"):
         probe_layout([torch.zeros(shape)], lambda *args: None)
@@ -145,7 +145,15 @@ def mixed(layers: list[torch.Tensor]) -> Callable[..., None]:
     return lambda index, *args: (gpu if index == 0 else cpu)(index, *args)
 
 
-@pytest.mark.parametrize("packing", [swapped, nothing, mixed])
+def test_values_may_come_before_keys() -> None:
+    layers = fresh()
+    cache, kv = PagedCache(layers, probe_layout(layers, swapped(layers))), random_kv(12)
+    cache.write([3, 1, 4], 2, kv)
+    other = PagedCache(layers, Layout.GPU).read([3, 1, 4], 2, 14)
+    assert torch.equal(other.keys, kv.values) and torch.equal(other.values, kv.keys)
+
+
+@pytest.mark.parametrize("packing", [nothing, mixed])
 def test_the_probe_refuses_unknown_packings(packing: Callable[..., Callable[..., None]]) -> None:
     layers = fresh()
     with pytest.raises(UnsupportedModelError, match="packed in an unknown way"):

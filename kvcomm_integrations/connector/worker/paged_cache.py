@@ -1,64 +1,68 @@
 """Reading and writing spans of vLLM's paged KV cache, whatever its layout. Moves tensors and decides nothing.
 
-A layer's cache is ``(blocks, kv_heads, block, 2 * head_dim)``. Two interpretations are known:
+Where a layout is a strided view of the memory, as all known ones are, spans are copied through such views. On a CPU
+copies go box by box: tokens of one block, or of one of its tiles, or of many whole ones. Layers that lie at equal
+distances, as vLLM's do, are copied in one go. A GPU's blocks are small and each operation has a price there: all tokens
+of a layer are moved at once, by index.
 
-* ``GPU``: keys in the first half of the last dimension, values in the second.
-* ``CPU``: the block's memory is keys ``(head_dim, block)`` (transposed) followed by values ``(block, head_dim)``.
-
-Which one holds is found out by writing known numbers through vLLM's own operation and reading them back.
-
-On a CPU copies go block by block, each as it lies. A GPU's blocks are small and each operation has a price
-there: all tokens of a layer are moved at once, by index.
+How a layout is found out is in ``cache_layout.py``, how a span is cut into boxes in ``boxes.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvcomm_integrations.errors import UnsupportedModelError
+from kvcomm_integrations.connector.worker.boxes import Grid, cut, strides
+from kvcomm_integrations.connector.worker.cache_layout import (
+    Digit,
+    EngineWrite,
+    HalfPacking,
+    Layout,
+    Packing,
+    probe_layout,
+    require_alike,
+)
 from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.transfers import to_device
 
-EngineWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``(layer index, keys (tokens, kv_heads, head_dim), values, slots (tokens,))``: vLLM's own cache write."""
+__all__ = ["EngineWrite", "Layout", "Packing", "PagedCache", "probe_layout"]
 
-
-class Layout(StrEnum):
-    """How keys and values lie inside a block."""
-
-    CPU = "cpu"
-    GPU = "gpu"
+WIDER = {4: torch.int32, 8: torch.int64}
+"""Types, by bytes, in which neighbours that stay together are copied as one number."""
 
 
 class PagedCache:
     """Span access to the paged cache of all layers of one worker.
 
     Args:
-        layers: one ``(blocks, kv_heads, block, 2 * head_dim)`` tensor per layer, in model order.
+        layers: each layer's cache, in model order, all alike; `cache_layout.block_shapes` lists the dimensions.
         layout: how keys and values lie inside a block.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], layout: Layout) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], layout: Layout | Packing) -> None:
+        require_alike(layers)
         self.layers = list(layers)
         self.layout = layout
-        self.num_blocks, self.kv_heads, self.block_size, width = self.layers[0].shape
-        self.head_dim = width // 2
+        self._packing = layout if isinstance(layout, Packing) else Packing.of(self.layers[0], layout)
+        _, self.num_blocks, self._block_stride, self.kv_heads, self.block_size, self.head_dim = self._packing.shape
         self.dtype = self.layers[0].dtype
         self.device = self.layers[0].device
-        self._keys, self._values = zip(*(_views(layer, layout) for layer in self.layers), strict=True)
-        if len({(layer.shape, layer.stride()) for layer in self._keys}) > 1:
-            raise UnsupportedModelError(
-                "the KV caches of this model's layers differ in shape or order; run vLLM without the kvcomm connector"
-            )
+        self._runs = _runs(self.layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers of this worker."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def keys_by_channel(self) -> bool:
+        """All tokens of one channel of the keys lie side by side inside a block."""
+        halves = self._packing.halves
+        return halves is not None and halves[0].tokens == (Digit(self.block_size, 1),)
 
     def read(
         self, blocks: Sequence[int], start: int, end: int, layers: slice = slice(None), *, as_stored: bool = False
@@ -81,25 +85,23 @@ class PagedCache:
             keys = values.new_empty(shape[0], shape[1], shape[3], shape[2]).transpose(2, 3)
         else:
             keys = torch.empty_like(values)
-        if self.layout is Layout.GPU:
-            block, inner = self._at(blocks, start, end)
-            for layer, target in zip(picked, zip(keys, values, strict=True), strict=True):
-                rows = self.layers[layer][block, :, inner].transpose(0, 1)
-                for half, source in zip(target, rows.split(self.head_dim, dim=-1), strict=True):
-                    half.copy_(source)
-            return KV(keys, values)
-        for piece in _pieces(blocks, start, end, self.block_size):
-            for span, cached in ((keys, self._keys), (values, self._values)):
-                for target, source in zip(
-                    piece.of(span), piece.within(cached[picked.start : picked.stop]), strict=True
-                ):
-                    target.copy_(source)
-        return KV(keys, values)
-
-    @property
-    def keys_by_channel(self) -> bool:
-        """All tokens of one channel of the keys lie side by side inside a block."""
-        return self.layout is Layout.CPU
+        kv = KV(keys, values)
+        halves = self._packing.halves
+        if halves is None:
+            places = self._places(blocks, start, end)
+            for half, where in zip(kv, places, strict=True):
+                for target, layer in zip(half, self.layers[layers], strict=True):
+                    target.copy_(_memory(layer)[where + layer.storage_offset()])
+        elif self._by_index:
+            at = [self._at(packing, blocks, start, end) for packing in halves]
+            for index, *targets in zip(picked, *kv, strict=True):
+                for target, source in zip(targets, self._rows(index, at), strict=True):
+                    target.unflatten(-1, source.shape[2:]).copy_(source.transpose(0, 1))
+        else:
+            for half, packing in zip(kv, halves, strict=True):
+                for cached, span in self._pairs(packing, blocks, start, half, picked.start):
+                    span.copy_(cached)
+        return kv
 
     def write(self, blocks: Sequence[int], start: int, kv: KV, first_layer: int = 0) -> None:
         """Overwrite tokens from ``start`` on with rotated keys and values ``(layers, kv_heads, tokens, head_dim)``.
@@ -110,119 +112,154 @@ class PagedCache:
             kv: any float type and order in memory.
             first_layer: the layer that ``kv`` begins with.
         """
-        layers = slice(first_layer, first_layer + kv.keys.shape[0])
-        if self.layout is Layout.GPU:
-            block, inner = self._at(blocks, start, start + kv.keys.shape[2])
-            for span, cached in ((kv.keys, self._keys), (kv.values, self._values)):
-                for target, source in zip(cached[layers], span, strict=True):
-                    target[block, :, inner] = source.transpose(0, 1).to(self.device, self.dtype)
-            return
-        for piece in _pieces(blocks, start, start + kv.keys.shape[2], self.block_size):
-            for span, cached in ((kv.keys, self._keys), (kv.values, self._values)):
-                for target, source in zip(piece.within(cached[layers]), piece.of(span), strict=True):
-                    target.copy_(source)
+        end = start + kv.keys.shape[2]
+        layers = self.layers[first_layer : first_layer + kv.keys.shape[0]]
+        halves = self._packing.halves
+        if halves is None:
+            for half, where in zip(kv, self._places(blocks, start, end), strict=True):
+                for source, layer in zip(half, layers, strict=True):
+                    _memory(layer)[where + layer.storage_offset()] = source.to(self.device, self.dtype)
+        elif self._by_index:
+            for half, packing in zip(kv, halves, strict=True):
+                at = self._at(packing, blocks, start, end)
+                for source, layer in zip(half, layers, strict=True):
+                    target = self._view(layer, packing)
+                    rows = source.transpose(0, 1).to(self.device, self.dtype)
+                    target[at] = rows.unflatten(-1, [digit.size for digit in packing.channels])
+        else:
+            for half, packing in zip(kv, halves, strict=True):
+                # Copies that also convert are fast where rows are long.
+                span = half.to(self.dtype) if packing.tiled else half
+                for cached, part in self._pairs(packing, blocks, start, span, first_layer):
+                    cached.copy_(part)
 
     def slots(self, blocks: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """Slot numbers ``(tokens,)`` int64 of ``positions`` in the sequence whose block table is ``blocks``."""
         table = torch.tensor(list(blocks), dtype=torch.int64)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def _at(self, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block number and place in the block of tokens ``[start, end)``, on the cache's device."""
+    # ---- by index: the way of a GPU --------------------------------------------------------------------------------
+
+    @property
+    def _by_index(self) -> bool:
+        return self.device.type != "cpu" or self.layout is Layout.GPU
+
+    def _at(self, packing: HalfPacking, blocks: Sequence[int], start: int, end: int) -> _Index:
+        """Tokens ``[start, end)`` as an index into `_view`, which makes them the first dimension."""
         slots = to_device(self.slots(blocks, torch.arange(start, end)), self.device)
-        return slots // self.block_size, slots % self.block_size
+        inner = slots % self.block_size
+        digits: list[torch.Tensor] = []
+        for size, _ in reversed(packing.tokens):
+            digits.insert(0, inner % size)
+            inner = inner // size
+        return (slots // self.block_size, slice(None), *digits)
 
+    def _view(self, layer: torch.Tensor, packing: HalfPacking, *inner: Digit) -> torch.Tensor:
+        """One half of a layer's cache, ``(blocks, kv_heads, *token digits, *inner, *channel digits)``."""
+        outer = (Digit(self.num_blocks, self._block_stride), Digit(self.kv_heads, packing.head_stride))
+        size, stride = zip(*outer, *packing.tokens, *inner, *packing.channels, strict=True)
+        return torch.as_strided(layer, size, stride, layer.storage_offset() + packing.base)
 
-def probe_layout(layers: Sequence[torch.Tensor], engine_write: EngineWrite) -> Layout:
-    """Find out how vLLM stores KV by writing numbers through its own operation and reading them back.
+    def _rows(self, index: int, at: Sequence[_Index]) -> tuple[torch.Tensor, ...]:
+        """Copies of keys and values of a layer's tokens, each ``(tokens, kv_heads, *channel digits)``."""
+        assert self._packing.halves is not None
+        layer, (keys, values) = self.layers[index], self._packing.halves
+        if keys.base < values.base and replace(keys, base=values.base) == values:  # one operation for both
+            both = self._view(layer, keys, Digit(2, values.base - keys.base))
+            return both[at[0]].unbind(2)
+        return self._view(layer, keys)[at[0]], self._view(layer, values)[at[1]]
 
-    Uses the cache's last block and leaves it zeroed; call it before any request is served.
+    # ---- by offset: where halves are no strided views --------------------------------------------------------------
 
-    Raises:
-        UnsupportedModelError: the numbers come back in no known arrangement.
-    """
-    first = layers[0]
-    if first.dim() != 4 or first.shape[-1] % 2:
-        raise UnsupportedModelError(
-            f"KV-cache layout {tuple(first.shape)} is not known; run vLLM without the kvcomm connector, or "
-            "choose another attention backend"
+    def _places(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Offsets of the numbers of tokens ``[start, end)`` in a layer, ``(2, kv_heads, tokens, head_dim)``."""
+        slots = self.slots(blocks, torch.arange(start, end))
+        inside = self._packing.offsets[:, :, slots % self.block_size]
+        return to_device(inside + (slots // self.block_size * self._block_stride)[:, None], self.device)
+
+    # ---- box by box: the way of a CPU ------------------------------------------------------------------------------
+
+    def _pairs(
+        self, packing: HalfPacking, blocks: Sequence[int], start: int, span: torch.Tensor, first_layer: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views, of the cache and of a span of keys or values, that show the same numbers.
+
+        Args:
+            packing: how these keys or values lie inside a block.
+            blocks: the sequence's block table.
+            start: first token.
+            span: ``(layers, kv_heads, tokens, head_dim)``.
+            first_layer: the layer that the span begins with.
+        """
+        tokens, channels = ([digit.size for digit in digits] for digits in (packing.tokens, packing.channels))
+        layer_stride, head_stride, token_stride, channel_stride = span.stride()
+        own = Grid(
+            -start * token_stride, head_stride, strides(tokens, token_stride), strides(channels, channel_stride)[1:]
         )
-    num_blocks, kv_heads, block_size, width = first.shape
-    tokens = block_size - 1
-    generator = torch.Generator().manual_seed(0)
-    shape = (tokens, kv_heads, width // 2)
-    keys = torch.randn(shape, generator=generator).to(first.dtype).to(first.device)
-    values = torch.randn(shape, generator=generator).to(first.dtype).to(first.device)
-    slots = (num_blocks - 1) * block_size + torch.arange(tokens, dtype=torch.int64, device=first.device)
-    found: set[Layout] = set()
-    for index in {0, len(layers) - 1}:
-        engine_write(index, keys, values, slots)
-        matching = set()
-        for layout in Layout:
-            got = PagedCache([layers[index]], layout).read([num_blocks - 1], 0, tokens)
-            if torch.equal(got.keys[0].transpose(0, 1), keys) and torch.equal(got.values[0].transpose(0, 1), values):
-                matching.add(layout)
-        layers[index][num_blocks - 1].zero_()
-        found = matching if not found else found & matching
-        if not found:
-            raise UnsupportedModelError(
-                f"KV cache of dtype {first.dtype}, shape {tuple(first.shape)} is packed in an unknown way (AMX?); "
-                "use dtype float32 on this CPU, or run vLLM without the kvcomm connector"
-            )
-    return next(iter(found))
+        joinable = self._joinable(span)
+        sides, place = (packing.grid(self._block_stride), own), (start, start + span.shape[2])
+        boxes = cut(*sides, self.kv_heads, tokens, channels, place, blocks, joinable)
+        memory = {joined: _memory(span, joined) for joined in {box.joined for box in boxes}}
+        for run in self._runs:
+            low, high = max(first_layer, run.first), min(first_layer + span.shape[0], run.stop)
+            if low >= high:
+                continue
+            cached = self.layers[low].storage_offset()
+            mine = span.storage_offset() + (low - first_layer) * layer_stride
+            for joined, size, at, at_strides, to, to_strides in boxes:
+                size = (high - low, *size)
+                yield (
+                    torch.as_strided(
+                        run.memory[joined], size, (run.stride // joined, *at_strides), cached // joined + at
+                    ),
+                    torch.as_strided(memory[joined], size, (layer_stride // joined, *to_strides), mine // joined + to),
+                )
+
+    def _joinable(self, span: torch.Tensor) -> list[int]:
+        """How many neighbours can be copied as one number, going by where layers begin, here and in a span."""
+        if span.dtype != self.dtype:
+            return []
+        aligned = math.gcd(span.storage_offset(), span.stride(0), *(layer.storage_offset() for layer in self.layers))
+        return [joined for joined in _joints(self.dtype) if aligned % joined == 0]
 
 
-def _views(layer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value views of a layer's cache, each ``(blocks, kv_heads, block, head_dim)``, sharing its memory."""
-    blocks, heads, block, width = layer.shape
-    dim = width // 2
-    if layout is Layout.GPU:
-        return layer[..., :dim], layer[..., dim:]
-    halves = layer.view(blocks, heads, 2, block * dim)
-    keys = halves[:, :, 0].view(blocks, heads, dim, block).transpose(2, 3)
-    return keys, halves[:, :, 1].view(blocks, heads, block, dim)
+_Index = tuple[torch.Tensor | slice, ...]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Tokens of a span that lie in ``count`` blocks with consecutive numbers, at the same places in each."""
+class _Run:
+    """Layers ``[first, stop)`` at equal distances in one piece of memory."""
 
-    block: int
-    count: int
-    inner: slice
-    """Tokens inside each block."""
-    outer: slice
-    """Tokens of the span."""
-
-    def within(self, layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of each layer's keys or values ``(blocks, kv_heads, block, head_dim)``, all laid out alike.
-
-        One call per view: for short spans making views costs as much as copying.
-        """
-        first = layers[0][self.block : self.block + self.count, :, self.inner]
-        size, stride = first.shape, first.stride()
-        offset = first.storage_offset() - layers[0].storage_offset()
-        return [torch.as_strided(layer, size, stride, layer.storage_offset() + offset) for layer in layers]
-
-    def of(self, span: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of each layer of a span's keys or values ``(layers, kv_heads, tokens, head_dim)``, as by `within`."""
-        return span[:, :, self.outer].unflatten(2, (self.count, -1)).transpose(1, 2).unbind(0)
+    first: int
+    stop: int
+    stride: int
+    memory: dict[int, torch.Tensor]
+    """All of it, as numbers of so many neighbours each."""
 
 
-def _pieces(blocks: Sequence[int], start: int, end: int, size: int) -> list[_Piece]:
-    """Cut ``[start, end)`` into as few pieces as can be copied at once."""
-    pieces: list[_Piece] = []
-    position = start
-    while position < end:
-        index, offset = divmod(position, size)
-        tokens, count = min(size - offset, end - position), 1
-        if tokens == size:
-            full = (end - position) // size
-            while count < full and blocks[index + count] == blocks[index] + count:
-                count += 1
-        stop = position + tokens * count
-        pieces.append(
-            _Piece(blocks[index], count, slice(offset, offset + tokens), slice(position - start, stop - start))
-        )
-        position = stop
-    return pieces
+def _runs(layers: Sequence[torch.Tensor]) -> list[_Run]:
+    """Divide all layers into as few runs as can be."""
+    runs: list[_Run] = []
+    for index, layer in enumerate(layers):
+        if runs:
+            run, before = runs[-1], layers[index - 1]
+            distance = layer.storage_offset() - before.storage_offset()
+            together = layer.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+            if together and distance > 0 and (run.first == index - 1 or distance == run.stride):
+                runs[-1] = replace(run, stop=index + 1, stride=distance)
+                continue
+        memory = {joined: _memory(layer, joined) for joined in (1, *_joints(layer.dtype))}
+        runs.append(_Run(index, index + 1, layer.numel(), memory))
+    return runs
+
+
+def _joints(dtype: torch.dtype) -> list[int]:
+    """How many neighbours can be one number of an integer type."""
+    return [size // dtype.itemsize for size in WIDER if size > dtype.itemsize]
+
+
+def _memory(tensor: torch.Tensor, joined: int = 1) -> torch.Tensor:
+    """All of the memory that a tensor is a view of, as numbers of ``joined`` neighbours each, ``(numbers,)``."""
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    flat = torch.as_strided(tensor, (count // joined * joined,), (1,), 0)
+    return flat if joined == 1 else flat.view(WIDER[joined * tensor.itemsize])
