@@ -115,6 +115,9 @@ class ReuseConfig(Settings):
     join_runs: bool = True
     """Load contents that one earlier prompt holds in a row as one run, the template text between them included: only
     the run's beginning is repaired. Off: each content is repaired at its beginning, and all template text."""
+    carry: bool = True
+    """The next turn of an agent takes over what its last one had, estimates included, where both begin with the same
+    tokens. Off: its past is loaded and repaired again."""
     strict: bool = False
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)

@@ -21,7 +21,8 @@ TOKENIZER_PATH = "/v1/kvcomm/tokenizer"
 """Where such a server hands out its tokenizer's files: a JSON object of names and texts."""
 SESSION_HEADER = "X-Session-ID"
 """Header with a hash of tenant and session, by which routers keep a session on one replica."""
-TREATMENTS = ("exact", "loaded", "repaired", "computed")
+TREATMENTS = ("exact", "carried", "loaded", "repaired", "computed")
+SHOWN_ORDER = ("exact", "carried", "repaired", "loaded", "computed")
 """What can become of a prompt token; each is a count of ``SegmentReport`` and of ``RequestReport``."""
 MAX_SEGMENTS = 4096
 MAX_NAME = 256
@@ -194,6 +195,8 @@ class TokenCounts(BaseModel):
 
     exact: int = 0
     """From the prefix cache, or a copy of the beginning of an earlier, equal prompt."""
+    carried: int = 0
+    """Taken over from the agent's own past, where some of the tokens before it are an estimate."""
     loaded: int = 0
     """From a reference plus correction."""
     repaired: int = 0
@@ -229,6 +232,8 @@ class RequestReport(TokenCounts):
     mode: Mode = Mode.AUTO
     policy: str = ""
     prompt_tokens: int = 0
+    carried_estimate: int = 0
+    """Of the carried tokens, those whose KV was once loaded; the others were repaired or computed over estimates."""
     plan_ms: float = 0.0
     load_ms: float = 0.0
     repair_ms: float = 0.0

@@ -59,6 +59,8 @@ class Usage:
     reasoning_tokens: int = 0
     exact: int = 0
     """Prompt tokens from the prefix cache."""
+    carried: int = 0
+    """Prompt tokens taken over from the agent's own past."""
     loaded: int = 0
     """Prompt tokens loaded from a reference plus correction."""
     repaired: int = 0
@@ -67,7 +69,7 @@ class Usage:
     @property
     def cache_read(self) -> int:
         """Prompt tokens whose KV was read instead of computed."""
-        return self.exact + self.loaded
+        return self.exact + self.carried + self.loaded
 
     @property
     def total_tokens(self) -> int:

@@ -143,6 +143,7 @@ class AnswerCollector:
             completion_tokens=end.completion_tokens or len(self._token_ids),
             reasoning_tokens=self._tokenizer.count(thinking) if thinking else 0,
             exact=report.exact,
+            carried=report.carried,
             loaded=report.loaded,
             repaired=report.repaired,
         )

@@ -16,6 +16,7 @@ from kvcomm_integrations._version import __version__
 from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.interface import GenerationRequest
+from kvcomm_integrations.wire import TREATMENTS
 
 TRACER = "kvcomm_integrations"
 PROVIDER = "vllm"
@@ -101,8 +102,8 @@ def _response(model: str, last: FinalChunk) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cache_read,
         "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
-        **{f"kvcomm.tokens.{way}": getattr(usage, way) for way in ("exact", "loaded", "repaired")},
-        "kvcomm.tokens.computed": usage.prompt_tokens - usage.exact - usage.loaded - usage.repaired,
+        **{f"kvcomm.tokens.{way}": getattr(usage, way) for way in TREATMENTS[:-1]},
+        "kvcomm.tokens.computed": usage.prompt_tokens - usage.cache_read - usage.repaired,
     }
     if last.ttft_ms is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = last.ttft_ms / 1e3

@@ -6,7 +6,7 @@ names out of all other modules. Importing it imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,17 @@ def block_hasher(request: Request) -> BlockHasher | None:
     """What computes a request's block hashes; ``None`` where prefix caching is off."""
     hasher: BlockHasher | None = request._block_hasher
     return hasher
+
+
+def cached_blocks(manager: Any, hashes: Sequence[Any]) -> int:
+    """How many of these blocks, from the first on, the prefix cache holds.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``, of one group of layers.
+        hashes: of a request's full blocks.
+    """
+    pool = manager.block_pool
+    return next((n for n, value in enumerate(hashes) if not pool.get_cached_block(value, [0])), len(hashes))
 
 
 def rehash(request: Request, keep: int, hasher: BlockHasher) -> None:

@@ -6,6 +6,7 @@ kv_connector_module_path="kvcomm_integrations.connector.connector", kv_connector
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvcomm_integrations.connector.compat import (
     Request,
     SchedulerOutput,
     VllmConfig,
+    cached_blocks,
     unsupported_reason,
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
@@ -102,6 +104,7 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self.connector_scheduler.cached_blocks = partial(cached_blocks, kv_cache_manager)
         self.connector_scheduler.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
 
     def on_new_request(self, request: Request) -> None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvcomm_integrations.connector.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
+from kvcomm_integrations.wire import TREATMENTS
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 NATS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -179,7 +180,7 @@ class ReuseStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """The interval in a few numbers, for vLLM's log line."""
         short: dict[str, int | float] = {}
-        for treatment in ("exact", "loaded", "repaired", "computed"):
+        for treatment in TREATMENTS:
             short[f"{treatment} tokens"] = self._counted(PROMPT_TOKENS, treatment)
         for name, series in (("load", LOAD_SECONDS), ("repair", REPAIR_SECONDS)):
             seen = self.data[Kind.HISTOGRAM].get(series_key(series), [])

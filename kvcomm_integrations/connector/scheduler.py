@@ -9,8 +9,8 @@ very step they answer. What may be loaded is decided in ``planning``.
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,7 @@ from kvcomm_integrations.planning.discovery import discover, is_discoverable
 from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.job_writer import audit_job, harvest_jobs, load_job, observe_jobs
 from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
+from kvcomm_integrations.planning.lineages import Lineages
 from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.request_state import RequestState
@@ -105,6 +106,7 @@ class ConnectorScheduler:
         self.reservations = Reservations(self.planner)
         self.meter = ReuseMeter(config.metric_labels, self.planner, self.breaker)
         self._reports = WorkerReports(self.planner, self.breaker)
+        self.lineages = Lineages()
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._live: dict[str, LiveRequest] = {}
         self._others: dict[str, Request] = {}
@@ -118,6 +120,8 @@ class ConnectorScheduler:
         """Tokens this step's repair pass holds already."""
         self.block_ids: Callable[[str], tuple[int, ...]] = lambda req_id: ()
         """The block table of a live request; set once vLLM's cache manager is known."""
+        self.cached_blocks: Callable[[Sequence[Any]], int] = lambda hashes: 0
+        """How many blocks of these hashes, from the first on, the prefix cache holds; set likewise."""
 
     # ---- arrival and admission -------------------------------------------------------------------------------------
 
@@ -145,14 +149,35 @@ class ConnectorScheduler:
             return
         prompt = resolve(request, params, self.config)
         self.index.scopes.enter(prompt.scope, self.index.clock())
-        self._live[request.request_id] = LiveRequest(
+        live = self._live[request.request_id] = LiveRequest(
             prompt,
             self.planner.dense(prompt),
             refusal or self.workers.disabled or request_refusal(request) or self.planner.refusal(prompt),
             discovered,
             request=request,
-            guard=HashGuard(request, self._hash_block),
+            guard=HashGuard(request, self._hash_block, self.lineages.of(prompt)),
         )
+        self._take_over(live)
+
+    def _take_over(self, live: LiveRequest) -> bool:
+        """Have vLLM look for the agent's own past if it reaches further than what is exact.
+
+        Returns:
+            whether what vLLM would find now has changed.
+        """
+        settled = live.guard.active or live.alone or live.preemptions or self._hash_block != self.block_size
+        if settled or live.refusal or live.prompt.params.mode is not Mode.AUTO or not self.config.carry:
+            return False
+        past = live.guard.inherit()
+        if past is None or self.cached_blocks(past) <= self.cached_blocks(live.request.block_hashes):
+            return False
+        live.guard.take_over()
+        return True
+
+    def _leave_past(self, live: LiveRequest) -> None:
+        """The request does without the agent's own past, for good."""
+        live.alone = True
+        live.guard.disown()
 
     def get_num_new_matched_tokens(self, request: Request, exact: int) -> int | None:
         """External tokens for a request about to be admitted, or ``None``: ask again next step.
@@ -181,16 +206,22 @@ class ConnectorScheduler:
         if live in self._planned:  # asked again within one step: the earlier answer does not count
             self._forget_plan(live)
         live.exact = min(exact, live.prompt.length)
+        live.carried = live.carried_estimate = 0
         live.refusal = live.refusal or self.breaker.refusal()
         live.reason = live.refusal
         live.contribution = replace(live.contribution, audits=())
-        if live.guard.active:  # its plan was carried out before a preemption: the rest is computed, still kept apart
+        if live.guard.active and live.preemptions:  # its plan was carried out: the rest is computed, still kept apart
             live.reason = "preempted, then computed"
             live.exact = min(live.exact, live.guard.untouched)
             live.held = self.planner.look_up(live.prompt)
             return 0
         if live.refusal or live.prompt.params.mode is Mode.DENSE:
+            self._leave_past(live)
             return 0
+        if self._take_over(live):
+            return None
+        if live.guard.inherited and not self._carries(live, exact):
+            return None
         if live.discovered and not live.admitted:  # others may have been admitted since it arrived
             params = discover(live.request, self.config, self.index)
             live.prompt = resolve(live.request, params, self.config)
@@ -208,9 +239,13 @@ class ConnectorScheduler:
         plan = live.planned.plan
         if plan is None:
             live.reason = live.planned.reason
+            live.approximate = live.carried > 0
             return 0
         if live.dense_instead is None:
             live.dense_instead = self.planner.dense_instead(prompt, live.planned)
+        if live.dense_instead and live.guard.inherited:
+            self._leave_past(live)
+            return None
         if live.dense_instead:
             live.reason = live.dense_instead
             audits = self.planner.audits(prompt, live.held, exact, (prompt.policy,))
@@ -223,7 +258,7 @@ class ConnectorScheduler:
         live.plan = plan
         if plan.first_approximate is not None:
             live.guard.protect(plan.first_approximate)
-            live.approximate = True
+        live.approximate = live.guard.active
         for span in plan.spans:
             entry = live.planned.candidates[span.candidate].entry
             if entry is not None:
@@ -231,6 +266,22 @@ class ConnectorScheduler:
         self._planned.append(live)
         self._repairing += plan.repaired
         return plan.external
+
+    def _carries(self, live: LiveRequest, exact: int) -> bool:
+        """Note what vLLM has found of the agent's own past; if it is not to be used, it does not look for it again.
+
+        Returns:
+            whether what it has found still stands.
+        """
+        found = exact // self._hash_block
+        if exact > live.guard.untouched and self.cached_blocks(live.guard.exact_hashes[:found]) < found:
+            live.carried = live.exact - live.guard.untouched
+            hidden = live.request.block_hashes[live.guard.untouched // self._hash_block : found]
+            live.carried_estimate = self.lineages.estimates(hidden)
+            return True
+        gone = exact <= live.guard.untouched  # evicted since it was looked for: what was found is exact
+        self._leave_past(live)
+        return gone
 
     def _wants_reserved(self, live: LiveRequest, exact: int) -> bool:
         """Another request is computing a content that this one could load."""
@@ -321,8 +372,12 @@ class ConnectorScheduler:
         try:
             self.meter.acknowledged(report)
             self._reports.take_in(report, self._live)
+            for req_id, result in report.loads.items():
+                if result.fault and req_id in self._live:
+                    self.lineages.forget(self._live[req_id].prompt)
             if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
                 self._finished = [LastJobs(last.req_id, [], [], []) for last in self._finished]
+                self.lineages.clear()
         except Exception as error:  # as if the answer had been lost
             logger.exception("The workers' report could not be taken in")
             self.breaker.fault("report", str(error))
@@ -370,6 +425,9 @@ class ConnectorScheduler:
             self._finished.append(last)
         if live.prompt.params.release and self.config.isolation is Isolation.SESSION:
             self.index.withdraw_scope(live.prompt.scope)
+            self.lineages.forget_session(live.prompt.params.tenant, live.prompt.params.session)
+        if live.plan is not None and live.result is not None and not live.result.fault:
+            self.lineages.note_estimates(live.plan, live.request.block_hashes, self._hash_block)
         report = live.report()
         self.meter.finished(report, computed=live.prompt_done)
         return bool(last), {WIRE_KEY: report.model_dump(mode="json")}
@@ -390,6 +448,7 @@ class ConnectorScheduler:
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
+        self.lineages.forget_session(tenant, session)
         named = [scope for scope in self.index.scopes if names_session(scope, tenant, session)]
         return sum(self.index.withdraw_scope(scope) for scope in named)
 
@@ -399,6 +458,7 @@ class ConnectorScheduler:
         Learned corrections stay: only other weights make them worthless, and workers notice those.
         """
         self.index.clear()
+        self.lineages.clear()
         self.breaker.reset()
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
@@ -410,7 +470,7 @@ class ConnectorScheduler:
     def _forget_plan(self, live: LiveRequest) -> None:
         """Undo a plan that vLLM has given no blocks for."""
         live.guard.restore()
-        live.approximate = False
+        live.approximate = live.guard.inherited
         if live in self._planned:
             self._planned.remove(live)
             self._repairing -= live.plan.repaired if live.plan is not None else 0
@@ -444,12 +504,11 @@ def hits_unwritten(request: Request, exact: int, hash_block: int, others: Iterab
         other is not request
         and other.status == RequestStatus.RUNNING
         and other.num_computed_tokens < exact
-        and other.num_computed_tokens < hash_block * _shared(request.block_hashes[:blocks], other.block_hashes)
+        and _shares(request, other, other.num_computed_tokens // hash_block, blocks)
         for other in others
     )
 
 
-def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """Leading blocks that two chains of hashes have in common: blocks that differ never agree again."""
-    most = min(len(one), len(other))
-    return bisect_left(range(most), True, key=lambda block: one[block] != other[block])
+def _shares(one: Request, other: Request, first: int, end: int) -> bool:
+    """Whether two requests file one of the blocks ``[first, end)`` under the same hash."""
+    return any(map(operator.eq, one.block_hashes[first:end], other.block_hashes[first:end]))

@@ -117,7 +117,7 @@ class FakeEngine(Engine):
             deltas[-1],
             prompt_tokens=len(prompt),
             completion_tokens=len(said),
-            cached_tokens=report.exact + report.loaded + report.repaired,
+            cached_tokens=report.prompt_tokens - report.computed,
             ttft_ms=1000 * self._latency,
             report=report,
         )

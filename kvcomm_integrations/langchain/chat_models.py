@@ -83,7 +83,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     What was reused:
         ```python
-        answer.usage_metadata["input_token_details"]  # cache_read, kvcomm_exact, kvcomm_loaded, kvcomm_repaired
+        answer.usage_metadata["input_token_details"]  # cache_read, kvcomm_exact, kvcomm_carried, kvcomm_loaded, ...
         answer.response_metadata["kvcomm"]["report"]  # per segment: source, confidence, reason
         model.last_report  # the last request's report
         model.report().to_html("report.html")  # every request of this engine, as a page to look at

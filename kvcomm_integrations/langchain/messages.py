@@ -32,6 +32,7 @@ from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.langchain.calls import INVALID_KEY, METADATA_KEY, described, spoiling
 from kvcomm_integrations.prompts.chat_message import ChatMessage
+from kvcomm_integrations.wire import TREATMENTS
 
 PROVIDER = "kvcomm"
 _TEXT_BLOCKS = ("text", "text-plain", "input_text", "output_text", "refusal")
@@ -175,7 +176,7 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
 
 def to_usage(usage: Usage) -> UsageMetadata:
     """Usage in LangChain's form; our own counts ride along as integers, which survive merging."""
-    ours = {f"kvcomm_{name}": getattr(usage, name) for name in ("exact", "loaded", "repaired")}
+    ours = {f"kvcomm_{name}": getattr(usage, name) for name in TREATMENTS[:-1]}
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,

@@ -145,12 +145,13 @@ def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], l
 
 
 def describe(
-    plan: Plan, prompt_tokens: int, candidates: Sequence[Candidate], *, materialised: bool
+    plan: Plan, prompt_tokens: int, candidates: Sequence[Candidate], *, materialised: bool, carried: int = 0
 ) -> tuple[SegmentReport, ...]:
     """Per segment, how many tokens were exact, loaded, repaired and computed.
 
     Args:
         materialised: the worker has carried the plan out; if not, external tokens count as computed.
+        carried: the last of the plan's exact tokens, which come from the agent's own past.
     """
     reports = []
     by_candidate: dict[int, list[Span]] = {}
@@ -162,17 +163,19 @@ def describe(
         spans = by_candidate.get(position, [])
         copied = sum(_overlap(segment, s.start, s.end) for s in spans if s.exact)
         loaded = sum(_overlap(segment, s.start, s.end) for s in spans if not s.exact)
-        exact = _overlap(segment, 0, plan.exact) + copied
+        known = _overlap(segment, 0, plan.exact)
+        past = _overlap(segment, plan.exact - carried, plan.exact)
         reports.append(
             SegmentReport(
                 kind=segment.kind,
                 name=segment.name,
                 start=segment.start,
                 end=segment.end,
-                exact=exact,
+                exact=known - past + copied,
+                carried=past,
                 loaded=loaded,
                 repaired=external - loaded - copied,
-                computed=segment.end - segment.start - exact - external + copied,
+                computed=segment.end - segment.start - known - external,
                 source=candidate.entry.source if candidate.entry is not None and loaded else "",
                 confidence=candidate.confidence if loaded else None,
                 examples=candidate.examples,

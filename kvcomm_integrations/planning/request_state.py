@@ -30,7 +30,13 @@ class RequestState:
     """What the index held for its segments when it was planned last."""
     plan: Plan | None = None
     exact: int = 0
-    """Tokens the prefix cache provides."""
+    """Tokens the prefix cache provides, those of the agent's own past included."""
+    carried: int = 0
+    """The last of them, which come from there."""
+    carried_estimate: int = 0
+    """Of those, tokens whose KV was once loaded."""
+    alone: bool = False
+    """It does not take over the agent's own past."""
     plan_ms: float = 0.0
     reason: str = ""
     """Why the request as a whole runs densely."""
@@ -59,21 +65,24 @@ class RequestState:
         reason = self.reason
         if self.plan is not None and self.result is not None and self.result.fault:
             reason = f"computed densely after a fault: {self.result.fault}"
-        exact = min(plan.exact, prompt.length) + (plan.copied if done else 0)
+        exact = min(plan.exact, prompt.length) - self.carried + (plan.copied if done else 0)
+        reused = done or self.carried
         loaded, repaired = (plan.loaded, plan.repaired) if done else (0, 0)
         return RequestReport(
             agent=params.agent,
             session=params.session,
-            mode=Mode.AUTO if done else (params.mode if params.mode is not Mode.AUTO else Mode.DENSE),
-            policy=prompt.policy if done else "",
+            mode=Mode.AUTO if reused else (params.mode if params.mode is not Mode.AUTO else Mode.DENSE),
+            policy=prompt.policy if reused else "",
             prompt_tokens=prompt.length,
             exact=exact,
+            carried=self.carried,
+            carried_estimate=self.carried_estimate,
             loaded=loaded,
             repaired=repaired,
-            computed=prompt.length - exact - loaded - repaired,
+            computed=prompt.length - exact - self.carried - loaded - repaired,
             plan_ms=round(self.plan_ms, 3),
             load_ms=round(self.result.load_ms, 3) if self.result else 0.0,
             repair_ms=round(self.result.repair_ms, 3) if self.result else 0.0,
             reason=reason,
-            segments=describe(plan, prompt.length, self.planned.candidates, materialised=done),
+            segments=describe(plan, prompt.length, self.planned.candidates, materialised=done, carried=self.carried),
         )

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.report.figures import AgentFigures, EdgeFigures, SessionRuns
 from kvcomm_integrations.report.words import milliseconds, segment_title
-from kvcomm_integrations.wire import Health, SegmentReport
+from kvcomm_integrations.wire import SHOWN_ORDER, Health, SegmentReport
 
 WIDTH = 900
 MAX_LABEL = 20
-SHOWN_ORDER = ("exact", "repaired", "loaded", "computed")
-"""Order of what becomes of a placeholder's tokens, from its first on."""
 
 Point = tuple[float, float]
 

@@ -23,10 +23,11 @@ from kvcomm_integrations.prompts.content_registry import ContentRegistry, respon
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.chat_file import Chat, read_chat, read_report
 from kvcomm_integrations.report.words import STYLES, visible
-from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import SHOWN_ORDER, EdgeReport, RequestReport, SegmentKind, SegmentReport
 
 LEGEND = {
     "exact": "from the prefix cache, or a copy of the beginning of an earlier prompt",
+    "carried": "taken over from the agent's own last turn, estimates included",
     "loaded": "from another agent's cache, corrected",
     "repaired": "computed by the repair pass, over what was loaded",
     "computed": "by vLLM's own forward pass",
@@ -110,7 +111,7 @@ def show(
     console.print()
     for kind, meaning in LEGEND.items():
         console.print(Text(f"{kind:>9}", style=STYLES[kind]) + Text(f"  {meaning}"))
-    console.print(Text("  Of a placeholder's tokens, the first are exact, then repaired, then loaded, then computed."))
+    console.print(Text(f"  Of a placeholder's tokens, in this order: {', '.join(SHOWN_ORDER)}."))
     if planned:
         console.print(Text("  A forecast for edges without examples; an engine that has learned repairs less."))
 
@@ -120,7 +121,7 @@ def _parts(tokenizer: ChatTokenizer, ids: Sequence[int], segment: SegmentReport)
     inside = ids[segment.start : segment.end]
     whole = tokenizer.decode(inside, skip_special=False)
     tokens = at = 0
-    for kind in ("exact", "repaired", "loaded", "computed"):
+    for kind in SHOWN_ORDER:
         if count := getattr(segment, kind):
             tokens += count
             read = tokenizer.decode(inside[:tokens], skip_special=False).rstrip("\ufffd")

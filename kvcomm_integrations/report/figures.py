@@ -78,7 +78,7 @@ class Totals:
     @property
     def skipped(self) -> int:
         """Prompt tokens that nobody had to compute."""
-        return self.tokens["exact"] + self.tokens["loaded"]
+        return self.tokens["exact"] + self.tokens["carried"] + self.tokens["loaded"]
 
 
 def treated(report: RunRecord | SegmentReport) -> dict[str, int]:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from kvcomm_integrations.wire import TREATMENTS, SegmentReport
 
-STYLES = dict(zip(TREATMENTS, ("green", "cyan", "yellow", "red"), strict=True))
+STYLES = dict(zip(TREATMENTS, ("green", "blue", "cyan", "yellow", "red"), strict=True))
 """Colours of what became of tokens, in the terminal."""
 _PICTURES = 0x2400
 """Start of Unicode's pictures of control characters."""

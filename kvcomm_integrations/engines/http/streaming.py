@@ -100,7 +100,7 @@ async def read_deltas(
             "its log"
         )
     details = usage.get("prompt_tokens_details") or {}
-    reused = report.exact + report.loaded + report.repaired if report is not None else 0
+    reused = report.prompt_tokens - report.computed if report is not None else 0
     yield replace(
         last,
         prompt_tokens=len(request.prompt.token_ids),
