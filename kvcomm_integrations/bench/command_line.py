@@ -14,6 +14,7 @@ KINDS = {
     "micro": "what each step of a reuse costs, against what the machine can do",
     "ttft": "time to each agent's first token, dense with prefix caching against reuse",
     "serve": "many teams at once: throughput, latency and stalls, dense against reuse",
+    "turns": "conversations of many turns: does an agent's next turn cost more than its last?",
     "overhead": "plain vLLM against the connector where nothing is reused",
     "fidelity": "how far every policy is from dense, on the real engine",
     "planning": "what finding contents and building prompts costs, without an engine",
@@ -27,6 +28,9 @@ COUNTS: dict[str, dict[str, tuple[int, str]]] = {
     "serve": {"agents": (5, "of each team"), "prefix": (512, "tokens of a system prompt"),
               "input": (1024, "tokens of the question"), "output": (32, "tokens of an answer"),
               "sessions": (16, "sessions measured"), "warmup": (4, "sessions to learn from")},
+    "turns": {"turns": (12, "of each conversation"), "agents": (3, "that take turns, in a chat"),
+              "rounds": (5, "rounds measured"), "question": (900, "tokens of the question"),
+              "result": (100, "tokens of a tool's result")},
     "overhead": {"prefix": (64, "tokens of the system prompt"), "input": (512, "tokens of the question"),
                  "output": (32, "tokens of an answer"), "rounds": (9, "rounds measured"),
                  "together": (4, "answers at once")},
@@ -41,6 +45,7 @@ FAST: dict[str, dict[str, Any]] = {
     "micro": {"repeats": 3},
     "ttft": {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0},
     "serve": {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]},
+    "turns": {"turns": 4, "rounds": 1, "warmup": 1, "question": 160, "result": 40, "answer": 8},
     "overhead": {"input": 128, "output": 8, "rounds": 2, "together": 2},
 }
 """What ``--fast`` sets."""
@@ -50,7 +55,7 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     """Add ``bench`` and its kinds."""
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    own = {"ttft": _add_ttft, "serve": _add_serve, "fidelity": _add_fidelity}
+    own = {"ttft": _add_ttft, "serve": _add_serve, "turns": _add_turns, "fidelity": _add_fidelity}
     for kind, text in KINDS.items():
         parser = kinds.add_parser(kind, help=text)
         parser.add_argument("--model", help=MODEL_HELP)
@@ -119,6 +124,19 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", default="full", help="who hears whom: full, chain or star (%(default)s)")
     add_count(parser, "--concurrency", "sessions at once (1 8)", nargs="+", default=[1, 8])
     parser.add_argument("--rate", type=float, metavar="R", help="sessions that arrive per second, by chance")
+
+
+def _add_turns(parser: argparse.ArgumentParser) -> None:
+    kinds = {"scenario": ("loop", "chat"), "client": ("langchain", "autogen")}
+    meanings = {"scenario": "a worker that calls tools, or agents that take turns", "client": "whose messages they are"}
+    for name, choices in kinds.items():
+        parser.add_argument(f"--{name}", choices=choices, default=choices[0], help=f"{meanings[name]} (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=4, metavar="N", help="conversations to learn from (%(default)s)")
+    add_count(parser, "--answer", "tokens of an answer (loop 24, chat 96)")
+    add_count(parser, "--block-size", "tokens of a block of the paged cache (vLLM's choice)")
+    parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
+    parser.add_argument("--no-carry", action="store_true", help="load an agent's past again instead of taking it over")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times by turn")
 
 
 def _add_fidelity(parser: argparse.ArgumentParser) -> None:
