@@ -3,7 +3,7 @@
 #   PYTEST_ARGS="-k wire"    what pytest runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs notebooks clean
+.PHONY: help setup demo test lint docs notebooks compat clean
 
 BIN := .venv/bin
 
@@ -33,6 +33,11 @@ docs: setup  ## build the documentation into site/
 
 notebooks: setup  ## run every example notebook on the real engine and store what it shows
 	KVCOMM_NOTEBOOKS=write $(BIN)/pytest tests/engine/test_notebooks.py
+
+compat: setup  ## does this vLLM have all that is relied upon? make compat VLLM=0.33.0; without: the installed one
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; wheel=; if [ -n "$(VLLM)" ]; then \
+	  $(BIN)/pip download --quiet --no-deps --only-binary :all: --dest "$$folder" "vllm==$(VLLM)" || exit; \
+	  wheel=$$(echo "$$folder"/*.whl); fi; $(BIN)/python -m kvcomm_integrations.connector.contract $$wheel
 
 clean:  ## remove .venv and caches of tools
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site

@@ -1,7 +1,7 @@
 """All private modules of vLLM that the package imports from, apart from what `workarounds` patches.
 
 Written against vLLM 0.32 and 0.33: what a new release changes is met here and in `workarounds`; a test keeps private
-names out of all other modules. Importing it imports vLLM.
+names out of all other modules, and `contract` lists what is relied upon. Importing it imports vLLM.
 """
 
 from __future__ import annotations
@@ -10,30 +10,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
-from vllm.forward_context import (
-    ForwardContext,
-    get_forward_context,
-    is_forward_context_available,
-    set_forward_context,
-)
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
 
+from kvcomm_integrations.connector.contract import shortcoming, unusable
 from kvcomm_integrations.reuse.transfers import to_device
+
+try:
+    import vllm
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.parallel_state import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        get_tp_group,
+        model_parallel_is_initialized,
+    )
+    from vllm.forward_context import (
+        ForwardContext,
+        get_forward_context,
+        is_forward_context_available,
+        set_forward_context,
+    )
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request, RequestStatus
+except ImportError as error:  # whoever loads the connector, vLLM for one, should see one clear error
+    raise unusable(error) from error
 
 __all__ = [
     "ForwardContext",
@@ -68,6 +78,8 @@ def unsupported_reason(config: VllmConfig, cache: KVCacheConfig) -> str | None:
 
     Only full attention over one group of equal layers is understood; everything else is served densely.
     """
+    if lacking := shortcoming(vllm.__version__):
+        return lacking
     model = config.model_config
     if not cache.kv_cache_groups:
         return "the model keeps no KV cache (encoders and embedding models have none)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
+from kvcomm_integrations.connector.contract import SUPPORTED_VLLM
 from kvcomm_integrations.engines.interface import GenerationRequest
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 
@@ -23,9 +24,6 @@ start where less is free; the references need some of it too."""
 CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-
-SUPPORTED_VLLM = ((0, 32), (0, 34))
-"""First supported version, and the first that is not."""
 
 
 def require_vllm() -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector import compat
 from kvcomm_integrations.connector.compat import cache_bytes_per_token, hash_block_size, unsupported_reason
 from kvcomm_integrations.connector.scheduler import ConnectorScheduler
 from kvcomm_integrations.connector.workarounds import calling_runner
@@ -78,6 +80,15 @@ def test_what_is_not_understood_is_served_densely(engine: Any, caches: Any, reas
     half.update_state_after_alloc(request, (1, 2, 3), 0)
     kept, out = half.request_finished(request, [1, 2, 3])
     assert not kept and out is not None and reason in out["kvcomm"]["reason"]
+
+
+def test_a_vllm_that_lacks_something_serves_densely_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "shortcoming", lambda version: f"vLLM {version} lacks Request.status, for one")
+    ConnectorScheduler(engine_config(), cache_config(), ReuseConfig())
+    said = f"KV reuse is off: vLLM {vllm.__version__} lacks Request.status, for one. Requests are served densely."
+    assert [record.message for record in caplog.records] == [said]
 
 
 @pytest.mark.parametrize("engine", ACCEPTED)
