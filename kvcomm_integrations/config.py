@@ -118,6 +118,8 @@ class ReuseConfig(Settings):
     carry: bool = True
     """The next turn of an agent takes over what its last one had, estimates included, where both begin with the same
     tokens. Off: its past is loaded and repaired again."""
+    only_if_faster: bool = True
+    """Load only where that is expected to be quicker than computing, by what this engine has measured of both."""
     strict: bool = False
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)

@@ -238,6 +238,10 @@ class RequestReport(TokenCounts):
     load_ms: float = 0.0
     repair_ms: float = 0.0
     """The repair pass of the request's step; where it joined vLLM's own forward, its share of that by tokens."""
+    expected_ms: float = 0.0
+    """What load and repair pass were expected to take; 0 while the engine has not measured enough."""
+    dense_ms: float = 0.0
+    """What computing the same tokens was expected to take."""
     reason: str = ""
     """Why the request as a whole ran densely; empty if it did not."""
     segments: tuple[SegmentReport, ...] = ()

@@ -140,6 +140,10 @@ class KVCommConnector(KVConnectorBase_V1):
         self._runner = calling_runner()
         self.connector_worker.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.connector_worker.step_begins()  # one runner loads before its forward only if there is something to load
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         make_seeds_rewindable(self._runner)
         self.connector_worker.load(self._step())

@@ -20,6 +20,8 @@ class StepMetadata(KVConnectorMetadata):
     harvests: list[HarvestJob] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     """Finished requests whose blocks may be freed once the jobs above are done."""
+    tokens: int = 0
+    """Tokens that vLLM computes in this step."""
     weights: int = 0
     """Changes of the model's weights that the scheduler knew of. A worker that knows of more learns and keeps
     nothing: what these orders speak of was computed with other weights."""
@@ -41,6 +43,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     leverage: dict[tuple[str, Edge, int], float] = field(default_factory=dict)
     """Policy, edge and reference to how new the content is to the edge."""
     audits: list[AuditResult] = field(default_factory=list)
+    forward: tuple[int, float] | None = None
+    """Tokens of a forward and the milliseconds it took."""
     verified: bool = False
     """The rotation has been checked on real keys."""
     disabled: str = ""
@@ -69,6 +73,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for content, value in other.leverage.items():
             self.leverage[content] = max(self.leverage.get(content, value), value)
         self.audits = self.audits or other.audits
+        self.forward = max(filter(None, (self.forward, other.forward)), key=lambda timed: timed[1], default=None)
         self.verified = self.verified or other.verified
         self.disabled = self.disabled or other.disabled
         self.repair_refusal = self.repair_refusal or other.repair_refusal

@@ -313,7 +313,7 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """Orders for the workers in this step."""
-        meta = StepMetadata(weights=self.workers.weights)
+        meta = StepMetadata(tokens=sum(output.num_scheduled_tokens.values()), weights=self.workers.weights)
         self._step += 1
         for live in tuple(self._planned):
             if live.admitted and live.plan is not None:

@@ -36,6 +36,8 @@ class WorkerReports:
         for where, count in report.faults.items():
             for _ in range(count):
                 self._breaker.fault(where, "see the worker's log")
+        if report.forward is not None:
+            self._planner.rates.note_forward(*report.forward)
         for req_id, result in report.loads.items():
             if result.fault:
                 self._breaker.fault("load", result.fault)
@@ -43,6 +45,9 @@ class WorkerReports:
                 self._breaker.success("load")
             if req_id in live:
                 live[req_id].result = result
+                plan = live[req_id].plan
+                if plan is not None and not result.fault and len(report.loads) == 1:
+                    self._planner.rates.note_plan(plan, result.load_ms, result.repair_ms)
 
     def _abilities(self, report: WorkerReport) -> None:
         workers = self._planner.workers

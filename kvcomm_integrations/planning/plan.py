@@ -103,6 +103,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Price:
+    """Milliseconds that a plan is expected to take, and those that computing the same tokens would."""
+
+    planned: float
+    dense: float
+
+
+@dataclass(frozen=True)
 class Planned:
     """What one policy would do with a prompt."""
 
@@ -112,6 +120,8 @@ class Planned:
     plan: Plan | None = None
     reason: str = ""
     """Why there is no plan; empty if there is."""
+    price: Price | None = None
+    """As far as the engine has measured what loading and computing cost."""
 
 
 def make_plan(prompt_tokens: int, exact: int, candidates: Sequence[Candidate], limits: Limits) -> Plan | str:

@@ -17,6 +17,7 @@ from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.entries import Entry, Held, Holdings
 from kvcomm_integrations.planning.gate import GateDecision
 from kvcomm_integrations.planning.plan import Candidate, Limits, Planned, make_plan
+from kvcomm_integrations.planning.rates import Rates
 from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, ResolvedSegment
 from kvcomm_integrations.planning.workers_state import WorkersState
@@ -49,6 +50,7 @@ class Planner:
         self.index = index
         self.edges = edges
         self.workers = workers
+        self.rates = Rates()
 
     def refusal(self, prompt: ResolvedPrompt) -> str:
         """Why a request runs densely whatever is held; empty if it need not."""
@@ -93,7 +95,12 @@ class Planner:
         plan = make_plan(prompt.length, exact, candidates, limits)
         if isinstance(plan, str):
             return Planned(policy, candidates, reason=plan)
-        return Planned(policy, candidates, plan)
+        price = self.rates.price(plan)
+        if self.config.only_if_faster and price is not None and price.planned > price.dense:
+            self.rates.declined()
+            text = f"computing takes {price.dense:.1f} ms, loading {price.planned:.1f} ms"
+            return Planned(policy, candidates, reason=text, price=price)
+        return Planned(policy, candidates, plan, price=price)
 
     def dense(self, prompt: ResolvedPrompt) -> Planned:
         """The plan of a request that runs densely: nothing is loaded."""

@@ -62,7 +62,7 @@ class RequestState:
         prompt, params = self.prompt, self.prompt.params
         done = self.plan is not None and self.result is not None and not self.result.fault
         plan = self.plan if self.plan is not None else Plan(self.exact, self.exact)
-        reason = self.reason
+        reason, price = self.reason, self.planned.price
         if self.plan is not None and self.result is not None and self.result.fault:
             reason = f"computed densely after a fault: {self.result.fault}"
         exact = min(plan.exact, prompt.length) - self.carried + (plan.copied if done else 0)
@@ -83,6 +83,8 @@ class RequestState:
             plan_ms=round(self.plan_ms, 3),
             load_ms=round(self.result.load_ms, 3) if self.result else 0.0,
             repair_ms=round(self.result.repair_ms, 3) if self.result else 0.0,
+            expected_ms=round(price.planned, 3) if price else 0.0,
+            dense_ms=round(price.dense, 3) if price else 0.0,
             reason=reason,
             segments=describe(plan, prompt.length, self.planned.candidates, materialised=done, carried=self.carried),
         )

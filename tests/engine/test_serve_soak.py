@@ -51,7 +51,13 @@ KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 """For every new number of tokens in a step oneDNN keeps a kernel, up to 1024: on a CPU vLLM's worker grows by hundreds
 of MiB until it has met as many, with or without us. Here it keeps few, so that growth of our own would show."""
 REUSE = ReuseConfig(
-    store_bytes=64 << 20, state_bytes=8 << 20, learn_rate=0.2, audit_rate=0.05, session_ttl_s=5.0, metric_labels=64
+    only_if_faster=False,
+    store_bytes=64 << 20,
+    state_bytes=8 << 20,
+    learn_rate=0.2,
+    audit_rate=0.05,
+    session_ttl_s=5.0,
+    metric_labels=64,
 )
 
 STREAMS = """

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.engine
 
 KEYS = {"key-a": "alice", "key-b": "bob"}
 SITE = "https://app.example"
-REUSE = ReuseConfig(policy="aligned", audit_rate=0.0, min_segment_tokens=1, discover_min_tokens=24)
+REUSE = ReuseConfig(
+    only_if_faster=False, policy="aligned", audit_rate=0.0, min_segment_tokens=1, discover_min_tokens=24
+)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,13 @@ def resident() -> int:
 
 def test_memory_stays_flat(tiny_model: Path) -> None:
     reuse = ReuseConfig(
-        policy="ridge", store_bytes=8 << 20, state_bytes=8 << 20, learn_rate=0.3, audit_rate=0.05, session_ttl_s=5.0
+        only_if_faster=False,
+        policy="ridge",
+        store_bytes=8 << 20,
+        state_bytes=8 << 20,
+        learn_rate=0.3,
+        audit_rate=0.05,
+        session_ttl_s=5.0,
     )
     config = EngineConfig(
         dtype="float32", model=str(tiny_model), max_model_len=512, max_num_seqs=16, kv_cache_bytes=1 << 28, reuse=reuse

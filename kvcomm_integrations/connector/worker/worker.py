@@ -37,6 +37,7 @@ from kvcomm_integrations.connector.worker.learner import Learner
 from kvcomm_integrations.connector.worker.paged_cache import PagedCache, probe_layout
 from kvcomm_integrations.connector.worker.repair import Gap, prepare_repair
 from kvcomm_integrations.connector.worker.self_check import check_rotation
+from kvcomm_integrations.connector.worker.step_clock import StepClock
 from kvcomm_integrations.connector.worker.transfer import Arrivals, SpanTransfer
 from kvcomm_integrations.errors import EngineError, UnsupportedModelError
 from kvcomm_integrations.planning.jobs import (
@@ -115,6 +116,9 @@ class ConnectorWorker:
         self._arrivals: Arrivals | None = None
         """Harvests on their way to where they are kept; ``None`` where they are there at once."""
         self._report = WorkerReport()
+        self._clock: StepClock | None = None
+        self._joined_tokens = 0
+        """Tokens of the repair pass that the step's forward computes."""
         self._joined = False
         """The repair pass waits for the step's forward to do its work."""
         self._released: set[str] = set()
@@ -159,6 +163,7 @@ class ConnectorWorker:
         self._mover = SpanTransfer(cache, rope, self.store, self.learner, self.faults)
         self._arrivals = Arrivals.of(cache.device, keep=self.config.reference_device is ReferenceDevice.DEVICE)
         self.learner.use(cache.device)
+        self._clock = StepClock(cache.device)
 
     def attach(self, runner: Any) -> None:
         """Make the model runner known, which the repair pass needs."""
@@ -197,6 +202,11 @@ class ConnectorWorker:
         if self._arrivals is not None:
             self._arrivals.clear()
 
+    def step_begins(self) -> None:
+        """A step's forward is about to run."""
+        if self._clock is not None:
+            self._clock.begin()
+
     # ---- before the forward ----------------------------------------------------------------------------------------
 
     def load(self, meta: StepMetadata) -> None:
@@ -208,6 +218,7 @@ class ConnectorWorker:
         load_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         faults = self._repair(meta.loads, faults)
+        self.step_begins()
         repair_ms = (time.perf_counter() - started) * 1e3
         for job, fault in zip(meta.loads, faults, strict=True):
             self._report.loads[job.req_id] = LoadResult(load_ms, repair_ms, fault)
@@ -264,7 +275,9 @@ class ConnectorWorker:
         try:
             self.faults.strike(InjectionPoint.FORWARD)
             self._joined = forward.join(lambda ms: self._add_repair(jobs, ms))
-            if not self._joined:
+            if self._joined:
+                self._joined_tokens = sum(len(gap.token_ids) for gap in gaps)
+            else:
                 forward()
         except Exception as error:
             self._end_if_others_wait("the repair pass", error)
@@ -316,6 +329,9 @@ class ConnectorWorker:
             raise EngineError(
                 "vLLM's forward went round the repair pass that had joined it: set repair=False, report it"
             )
+        if self._clock is not None:
+            self._clock.end(meta.tokens + self._joined_tokens)
+        self._joined_tokens = 0
         self._changed = self._changed or bool(meta.drops or meta.harvests)
         outdated = meta.weights != self.weights  # the scheduler withdraws what it has ordered, once it has heard
         if outdated:
@@ -452,6 +468,7 @@ class ConnectorWorker:
                 self._store(job, *arrived())
         report, self._report = self._report, WorkerReport()
         self.learner.tell(report)
+        report.forward = self._clock.take() if self._clock is not None else None
         if report == WorkerReport() or self.faults.strike(InjectionPoint.REPORT):
             return None
         if self._runner is not None:  # told again and again: a rank whose answer comes late must not be missed
