@@ -36,8 +36,8 @@ def show(comparison: Comparison) -> None:
     )
     dense_runs = sum(agent.learning for agent in comparison.agents[1:])
     console.print(
-        "Tokens: exact = prefix cache, carried = its own last turn, loaded = another agent's KV, repaired = computed in "
-        "the repair pass, computed = vLLM's own forward.\nThe first agent has nobody to load from. "
+        "Tokens: exact = prefix cache, carried = its own last turn, loaded = another agent's KV, repaired = computed "
+        "in the repair pass, computed = vLLM's own forward.\nThe first agent has nobody to load from. "
         f"{dense_runs} of the other agents' calls ran densely, to learn or to audit.\n"
         "Later agents answer answers: once two runs differ in a word, all that follows may differ."
     )
