@@ -15,6 +15,7 @@ KINDS = {
     "ttft": "time to each agent's first token, dense with prefix caching against reuse",
     "serve": "many teams at once: throughput, latency and stalls, dense against reuse",
     "turns": "conversations of many turns: does an agent's next turn cost more than its last?",
+    "gpu": "the papers' set-up and longer contents: first tokens, decoding, harvests; one JSON file to send",
     "overhead": "plain vLLM against the connector where nothing is reused",
     "fidelity": "how far every policy is from dense, on the real engine",
     "planning": "what finding contents and building prompts costs, without an engine",
@@ -31,6 +32,9 @@ COUNTS: dict[str, dict[str, tuple[int, str]]] = {
     "turns": {"turns": (12, "of each conversation"), "agents": (3, "that take turns, in a chat"),
               "rounds": (5, "rounds measured"), "question": (900, "tokens of the question"),
               "result": (100, "tokens of a tool's result")},
+    "gpu": {"agents": (5, "fully connected"), "prefix": (512, "tokens of a system prompt"),
+            "output": (512, "tokens of an answer"), "warmup": (4, "rounds to learn from"),
+            "rounds": (5, "rounds measured"), "decode": (128, "tokens decoded by each request that is timed")},
     "overhead": {"prefix": (64, "tokens of the system prompt"), "input": (512, "tokens of the question"),
                  "output": (32, "tokens of an answer"), "rounds": (9, "rounds measured"),
                  "together": (4, "answers at once")},
@@ -43,9 +47,28 @@ COUNTS: dict[str, dict[str, tuple[int, str]]] = {
 PROVING = "let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)"
 FAST: dict[str, dict[str, Any]] = {
     "micro": {"repeats": 3},
-    "ttft": {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0},
-    "serve": {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2]},
+    "ttft": {
+        "agents": 3,
+        "prefix": [128],
+        "input": [256],
+        "output": [64],
+        "warmup": 1,
+        "rounds": 1,
+        "warm_rounds": 0,
+        "plain_eager": True,
+    },
+    "serve": {
+        "agents": 2,
+        "prefix": 128,
+        "input": 128,
+        "output": 8,
+        "warmup": 1,
+        "sessions": 2,
+        "concurrency": [2],
+        "plain_eager": True,
+    },
     "turns": {"turns": 4, "rounds": 1, "warmup": 1, "question": 160, "result": 40, "answer": 8},
+    "gpu": {"agents": 3, "prefix": 128, "contents": [256], "output": 32, "warmup": 1, "rounds": 1, "decode": 8},
     "overhead": {"input": 128, "output": 8, "rounds": 2, "together": 2},
 }
 """What ``--fast`` sets."""
@@ -55,7 +78,7 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     """Add ``bench`` and its kinds."""
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    own = {"ttft": _add_ttft, "serve": _add_serve, "turns": _add_turns, "fidelity": _add_fidelity}
+    own = {"ttft": _add_ttft, "serve": _add_serve, "turns": _add_turns, "gpu": _add_gpu, "fidelity": _add_fidelity}
     for kind, text in KINDS.items():
         parser = kinds.add_parser(kind, help=text)
         parser.add_argument("--model", help=MODEL_HELP)
@@ -75,6 +98,8 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
             )
         if kind in own:
             own[kind](parser)
+            if kind in ("ttft", "serve"):
+                _add_baseline(parser)
             parser.add_argument("--small-divergence", type=float, default=0.0, metavar="NATS", help=PROVING)
         parser.set_defaults(command=lambda args, kind=kind: _run(kind, args))
 
@@ -137,6 +162,25 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
     parser.add_argument("--no-carry", action="store_true", help="load an agent's past again instead of taking it over")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times by turn")
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    text = "lengths of the question, tokens; what the model has no room for is left out (1024,8192,32768)"
+    parser.add_argument("--contents", type=_lengths, default=[1024, 8192, 32768], metavar="N,N", help=text)
+    parser.add_argument("--policies", default="ridge", metavar="A,B", help="ways of reuse (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
+    parser.set_defaults(json=Path("kvcomm-gpu.json"), warm_rounds=1)
+
+
+def _lengths(text: str) -> list[int]:
+    return [at_least_one(part) for part in text.split(",")]
+
+
+def _add_baseline(parser: argparse.ArgumentParser) -> None:
+    text = "what is dense: plain vLLM in a process of its own with its own defaults, or the same engine (%(default)s)"
+    parser.add_argument("--baseline", choices=("plain", "engine"), default="plain", help=text)
+    eager = "plain vLLM does not compile the model (on a CPU it does by default, which takes minutes at the start)"
+    parser.add_argument("--plain-eager", action="store_true", help=eager)
 
 
 def _add_fidelity(parser: argparse.ArgumentParser) -> None:

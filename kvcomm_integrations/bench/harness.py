@@ -59,6 +59,12 @@ class Answer:
     stamps: tuple[float, ...]
     """When each piece came, seconds of the monotonic clock."""
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, per second; 0 if there are none."""
+        seconds = self.stamps[-1] - self.stamps[0]
+        return (len(self.tokens) - 1) / seconds if seconds else 0.0
+
 
 def ask(
     engine: Engine,

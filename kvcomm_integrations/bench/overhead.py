@@ -1,22 +1,26 @@
 """What does the connector cost where nothing is reused? Plain vLLM against the connector switched off, and switched on.
 
-Three engines with the same model run side by side and take turns, request by request, on prompts that nobody has seen:
-time to the first token of one request, and tokens per second of several answers at once.
+Three engines with the same model, each in a process of its own, take turns, request by request, on prompts that nobody
+has seen: time to the first token of one request, and tokens per second of several answers at once. Plain vLLM is given
+the same arguments here: what differs is the connector alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from statistics import median
 
 from kvcomm_integrations.bench.harness import Answer, ask, progress, save_json, show
+from kvcomm_integrations.bench.plain import EngineProcess, share_cores
 from kvcomm_integrations.bench.prompting import PaperTeam, Sizes, greedy
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine, PlainEngine
+from kvcomm_integrations.prompts.segments import SegmentedPrompt
+from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
 REST = 0.5
@@ -27,22 +31,25 @@ LIMIT = 0.02
 
 def run_overhead(args: argparse.Namespace) -> int:
     """Run ``kvcomm bench overhead``; returns the exit status."""
-    _share_cores_alike()
+    share_cores()
     shared = {"model": args.model, "max_model_len": args.prefix + args.input + args.output + 64, "seed": args.seed}
-    engines = {
-        PLAIN: PlainEngine(EngineConfig(**shared)),
-        OFF: InProcessEngine(EngineConfig(**shared, reuse=ReuseConfig(enabled=False))),
-        ON: InProcessEngine(EngineConfig(**shared)),
+    kinds = {
+        PLAIN: (PlainEngine, EngineConfig(**shared)),
+        OFF: (InProcessEngine, EngineConfig(**shared, reuse=ReuseConfig(enabled=False))),
+        ON: (InProcessEngine, EngineConfig(**shared)),
     }
-    paces: dict[str, dict[str, list[float]]] = {name: {"ttft_ms": [], "tokens_per_s": []} for name in engines}
+    sizes = Sizes(args.prefix, args.input, args.output)
+    team = PaperTeam(ChatTokenizer.from_pretrained(args.model), 1, sizes, args.seed)
+    [agent] = team.names
+    paces: dict[str, dict[str, list[float]]] = {name: {"ttft_ms": [], "tokens_per_s": []} for name in kinds}
     with ExitStack() as stack:
-        for engine in engines.values():
-            stack.enter_context(closing(engine))
+        engines = {name: stack.enter_context(closing(EngineProcess(*kind))) for name, kind in kinds.items()}
         step = stack.enter_context(progress("starting three engines", total=args.rounds + 1))
-        team = PaperTeam(engines[PLAIN].tokenizer, 1, Sizes(args.prefix, args.input, args.output), args.seed)
         for number in range(-1, args.rounds):
+            first = 2 + number * (args.together + 1)
+            prompts = [team.write(agent, team.question(first + place), {}) for place in range(args.together + 1)]
             for name in list(engines) if number % 2 else list(engines)[::-1]:
-                ttft_ms, tokens_per_s = _pace(engines[name], team, number, args.together)
+                ttft_ms, tokens_per_s = engines[name].call(_pace, prompts, agent, args.output)
                 if number >= 0:
                     paces[name]["ttft_ms"].append(ttft_ms)
                     paces[name]["tokens_per_s"].append(tokens_per_s)
@@ -52,33 +59,19 @@ def run_overhead(args: argparse.Namespace) -> int:
     return 0
 
 
-def _share_cores_alike() -> None:
-    """Give every engine the same cores, unless the user has said which.
+def _pace(engine: InProcessEngine, prompts: Sequence[SegmentedPrompt], agent: str, tokens: int) -> tuple[float, float]:
+    """Milliseconds to the first token of the first prompt; tokens per second of answers to all others at once."""
 
-    Left to itself, vLLM keeps a core of a CPU for its scheduler and, where a KV connector is configured, one more for
-    that; where it has too few it keeps none. The engines would differ by a core of products, not by our work.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    def answer(prompt: SegmentedPrompt, tokens: int = tokens) -> Answer:
+        session = f"overhead-{hash(prompt.token_ids)}"
+        return ask(engine, prompt, greedy(tokens), agent, shared=True, session=session)
 
-
-def _pace(engine: InProcessEngine, team: PaperTeam, number: int, together: int) -> tuple[float, float]:
-    """Milliseconds to the first token of one request; tokens per second of several answers at once."""
-    first = 2 + number * (together + 1)
     time.sleep(REST)
-    ttft_ms = _ask(engine, team, first, 1).ttft_ms
-    questions = [first + 1 + place for place in range(together)]
+    ttft_ms = answer(prompts[0], 1).ttft_ms
     started = time.monotonic()
-    with ThreadPoolExecutor(together) as pool:
-        answers = pool.map(lambda question: _ask(engine, team, question, team.sizes.output), questions)
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return ttft_ms, tokens / (time.monotonic() - started)
-
-
-def _ask(engine: InProcessEngine, team: PaperTeam, question: int, tokens: int) -> Answer:
-    [agent] = team.names
-    prompt = team.write(agent, team.question(question), {})
-    return ask(engine, prompt, greedy(tokens), agent, shared=True, session=f"overhead-{question}")
+    with ThreadPoolExecutor(len(prompts) - 1) as pool:
+        count = sum(len(found.tokens) for found in pool.map(answer, prompts[1:]))
+    return ttft_ms, count / (time.monotonic() - started)
 
 
 def _show(paces: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:

@@ -1,4 +1,6 @@
-"""How does the engine serve many teams at once? Sessions arrive and are timed, densely and with reuse, in one engine.
+"""How does the engine serve many teams at once? Sessions arrive and are timed, densely and with reuse, by turns.
+
+Dense is plain vLLM in a process of its own, with its own defaults, or dense requests in the engine that also reuses.
 
 A session is a team in the order of its graph: each agent reads the question and the answers of the agents it hears.
 Closed loop: so many sessions are always under way. Open loop: sessions arrive by chance (Poisson), however long those
@@ -12,13 +14,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import mean
 from typing import Any
 
 from kvcomm_integrations.bench.harness import ask, percentile, progress, save_json, show
+from kvcomm_integrations.bench.plain import compared
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
@@ -60,28 +63,29 @@ def summary(requests: Sequence[Served], seconds: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServeBench:
-    """Sessions of one team on one engine, with one of ``GRAPHS``."""
+    """Sessions of one team, with one of ``GRAPHS``."""
 
-    engine: InProcessEngine
-    team: PaperTeam
+    agents: int
+    sizes: Sizes
+    seed: int
     graph: str
     audits: bool
     """Sessions to learn from are audited."""
 
-    def session(self, number: int, mode: Mode) -> list[Served]:
+    def session(self, engine: InProcessEngine, team: PaperTeam, number: int, mode: Mode) -> list[Served]:
         """One pass of a team over a question of its own."""
-        question = self.team.question(number)
+        question = team.question(number)
         answers: list[Ids] = []
         served = []
-        for place, agent in enumerate(self.team.names):
-            known = {self.team.names[other]: answers[other] for other in GRAPHS[self.graph](place)}
-            prompt = self.team.write(agent, question, known)
-            sampling = self.team.answering(agent, number)
+        for place, agent in enumerate(team.names):
+            known = {team.names[other]: answers[other] for other in GRAPHS[self.graph](place)}
+            prompt = team.write(agent, question, known)
+            sampling = team.answering(agent, number)
             how: dict[str, Any] = {"session": f"{mode}-{number}"}
             if mode is Mode.OBSERVE and self.audits:
-                how |= {"audit": (self.engine.config.reuse.policy,), "audit_tokens": 0}
+                how |= {"audit": (engine.config.reuse.policy,), "audit_tokens": 0}
             started = time.monotonic()
-            answer = ask(self.engine, prompt, sampling, agent, shared=True, salt=mode.value, mode=mode, **how)
+            answer = ask(engine, prompt, sampling, agent, shared=True, salt=mode.value, mode=mode, **how)
             stall = max((after - before for before, after in pairwise(answer.stamps)), default=0.0)
             hold = (answer.report.load_ms + answer.report.repair_ms) / 1e3
             served.append(Served(answer.stamps[0] - started, answer.stamps[-1] - started, stall, hold))
@@ -89,20 +93,23 @@ class ServeBench:
         return served
 
     def run(
-        self, numbers: Sequence[int], mode: Mode, concurrency: int, rate: float | None, seed: int
+        self, engine: InProcessEngine, numbers: Sequence[int], mode: Mode, concurrency: int, rate: float | None = None
     ) -> dict[str, float]:
         """Serve sessions and sum up; with a ``rate`` (per second) they arrive by chance, otherwise as soon as there
         is room. The time counts from the first arrival to the last end."""
-        arrivals = random.Random(seed)
+        team = PaperTeam(engine.tokenizer, self.agents, self.sizes, self.seed)
+        arrivals = random.Random(self.seed)
         started = time.monotonic()
         with ThreadPoolExecutor(concurrency) as pool:
             jobs = []
             for number in numbers:
-                jobs.append(pool.submit(self.session, number, mode))
+                jobs.append(pool.submit(self.session, engine, team, number, mode))
                 if rate is not None:
                     time.sleep(arrivals.expovariate(rate))
             requests = [request for job in jobs for request in job.result()]
-        return summary(requests, time.monotonic() - started)
+        result = summary(requests, time.monotonic() - started)
+        engine.drain(timeout=120)
+        return result
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -118,23 +125,23 @@ def run_serve(args: argparse.Namespace) -> int:
     most, longest = max(args.concurrency), sizes.longest(args.agents) + 64
     config = EngineConfig(model=args.model, max_model_len=longest, max_num_seqs=most, seed=args.seed, reuse=reuse)
     results = []
-    with closing(InProcessEngine(config)) as engine, progress() as step:
-        team = PaperTeam(engine.tokenizer, args.agents, sizes, args.seed)
-        bench = ServeBench(engine, team, args.graph, audits=args.small_divergence > 0)
+    bench = ServeBench(args.agents, sizes, args.seed, args.graph, audits=args.small_divergence > 0)
+    with progress() as step, compared(config, args.baseline, eager=args.plain_eager) as (engine, plain, how):
         step("learning")
-        bench.run(range(args.warmup), Mode.OBSERVE, min(args.warmup, most), None, args.seed)
-        bench.run(range(1), Mode.DENSE, 1, None, args.seed)
+        bench.run(engine, range(args.warmup), Mode.OBSERVE, min(args.warmup, most))
+        dense = partial(bench.run, engine) if plain is None else partial(plain.call, bench.run)
+        serve = {Mode.DENSE: dense, Mode.AUTO: partial(bench.run, engine)}
+        dense(range(1), Mode.DENSE, 1)
         for place, concurrency in enumerate(args.concurrency):
             first = args.warmup + place * args.sessions
             line: dict[str, Any] = {"concurrency": concurrency}
             for mode in (Mode.DENSE, Mode.AUTO) if place % 2 else (Mode.AUTO, Mode.DENSE):
                 step(f"{concurrency} sessions at once, {mode}")
                 numbers = range(first, first + args.sessions)
-                line[mode.value] = bench.run(numbers, mode, concurrency, args.rate, args.seed)
-                engine.drain(timeout=120)
+                line[mode.value] = serve[mode](numbers, mode, concurrency, args.rate)
             results.append(line)
     _show(results, args)
-    save_json(args, {"load": results})
+    save_json(args, {"load": results, **how})
     return 0
 
 

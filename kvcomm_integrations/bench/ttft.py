@@ -1,4 +1,7 @@
-"""How long until an agent's first token? The paper's team on the real engine, dense with prefix caching against reuse.
+"""How long until an agent's first token? The paper's team, dense with prefix caching against reuse.
+
+Dense is plain vLLM in a process of its own, with its own defaults, or dense requests in the engine that also reuses;
+both engines are alive, and one at a time has work.
 
 First the team answers every question once, densely: that gives the answers all later prompts hold, the references,
 and (on the warm-up questions) the corrections. Then every agent's prompt is sent again for its first token only,
@@ -12,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -20,6 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from kvcomm_integrations.bench import harness
+from kvcomm_integrations.bench.plain import EngineProcess, compared
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes, greedy
 from kvcomm_integrations.bench.scores import chosen_policies
 from kvcomm_integrations.bench.synthetic import synthetic_model
@@ -55,12 +59,15 @@ class TtftBench:
     Args:
         audits: rounds to learn from are audited, as a share of an application's requests is.
         first: place of the first agent to be measured.
+        plain: computes what is dense (``None``: ``engine`` does).
+        tokens: of every answer that is timed; with more than one, decoding is timed too, and answers are harvested.
     """
 
     def __init__(
-        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool, first: int
-    ) -> None:
-        self.engine, self.team, self.audits = engine, team, audits
+        self, engine: InProcessEngine, team: PaperTeam, policies: Sequence[str], *, audits: bool = False,
+        first: int = 0, plain: EngineProcess | None = None, tokens: int = 1,
+    ) -> None:  # fmt: skip
+        self.engine, self.team, self.audits, self.plain, self.tokens = engine, team, audits, plain, tokens
         self.ways = (DENSE, *policies)
         self.measured = range(first, len(team.names))
         self.samples: Samples = {way: {place: [] for place in self.measured} for way in self.ways}
@@ -78,6 +85,23 @@ class TtftBench:
             yield from self._measure(number, counted=False)
         for number in measured:
             yield from self._measure(number, counted=True)
+
+    def rounds(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
+        """Every timed answer, by way and the agent's index: its times and its report."""
+        return {
+            way: {
+                place + 1: [
+                    {
+                        "ttft_ms": answer.ttft_ms,
+                        "tokens_per_s": answer.tokens_per_s,
+                        **answer.report.model_dump(mode="json", exclude={"segments"}),
+                    }
+                    for answer in answers
+                ]
+                for place, answers in agents.items()
+            }
+            for way, agents in self.samples.items()
+        }
 
     def figures(self) -> dict[str, list[dict[str, Any]]] | None:
         """A line of figures for every agent by policy; ``None``: not all have been measured."""
@@ -104,6 +128,7 @@ class TtftBench:
             "load_share": round(middle["load_ms"] / replaced, 4) if replaced else 0.0,
             "forward_ms": round(reuse - spent, 1),
             "n": len(times["reuse"]),
+            **{f"decode_{n}_per_s": round(median(a.tokens_per_s for a in found), 2) for n, found in samples.items()},
             "audited_kl": self._divergence(self.team.names[place], way),
         }
 
@@ -160,15 +185,31 @@ class TtftBench:
 
     def _first_token(self, agent: str, place: int, number: int, way: str) -> harness.Answer:
         self._runs += 1
-        self.engine.reset_prefix_cache()
         prefix = self.team.write(agent, self._questions[next(iter(self._questions))][:1], {})
-        harness.ask(self.engine, prefix, greedy(1), agent, session="prefix", mode=Mode.DENSE)
-        self.engine.drain()
-        how: dict[str, Any] = {"mode": Mode.DENSE} if way == DENSE else {"policy": way}
         session = f"round-{number}" if place else f"first-{self._runs}"
-        answer = harness.ask(self.engine, self._prompt(agent, number, place), greedy(1), agent, session=session, **how)
-        self.engine.drain()
-        return answer
+        how: dict[str, Any] = {"session": session, "shared": self.tokens > 1}
+        how |= {"mode": Mode.DENSE} if way == DENSE else {"policy": way}
+        work = (prefix, self._prompt(agent, number, place), self.tokens, agent, how)
+        if way == DENSE and self.plain is not None:
+            return self.plain.call(timed_answer, *work)
+        return timed_answer(self.engine, *work)
+
+
+def timed_answer(
+    engine: InProcessEngine, prefix: SegmentedPrompt, prompt: SegmentedPrompt, tokens: int, agent: str,
+    how: dict[str, Any],
+) -> harness.Answer:  # fmt: skip
+    """Answer a prompt on an engine that has nothing else to do and only ``prefix`` in its prefix cache.
+
+    Args:
+        how: parameters of the request.
+    """
+    engine.reset_prefix_cache()
+    harness.ask(engine, prefix, greedy(1), agent, session="prefix", mode=Mode.DENSE)
+    engine.drain()
+    answer = harness.ask(engine, prompt, greedy(tokens), agent, **how)
+    engine.drain()
+    return answer
 
 
 def run_ttft(args: argparse.Namespace) -> int:
@@ -184,10 +225,15 @@ def run_ttft(args: argparse.Namespace) -> int:
     longest = max(size.longest(args.agents) for size in sizes) + 256
     model = nullcontext(args.model) if args.synthetic is None else synthetic_model(args.synthetic, args.model)
     settings: list[dict[str, Any]] = []
-    with model as args.model, closing(_engine(args, policies, longest)) as engine, harness.progress() as step:
+    with (
+        model as args.model,
+        harness.progress() as step,
+        compared(_config(args, policies, longest), args.baseline, eager=args.plain_eager) as (engine, plain, how),
+    ):
         for number, size in enumerate(sizes):
             team = PaperTeam(engine.tokenizer, args.agents, size, args.seed + number)
-            bench = TtftBench(engine, team, policies, audits=args.small_divergence > 0, first=args.from_agent - 1)
+            audits, first = args.small_divergence > 0, args.from_agent - 1
+            bench = TtftBench(engine, team, policies, audits=audits, first=first, plain=plain)
             interrupted = False
             try:
                 for text in bench.run(args):
@@ -195,21 +241,21 @@ def run_ttft(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 interrupted = True
             if (figures := bench.figures()) is not None:
-                settings.append({"sizes": asdict(size), "policies": figures})
+                settings.append({"sizes": asdict(size), "policies": figures, "rounds": bench.rounds()})
             if interrupted:
                 break
             engine.reset_prefix_cache(references=True)
     if not settings:
         raise KeyboardInterrupt
-    _show(settings)
-    first = settings[0]["policies"][policies[0]]
-    harness.save_json(args, {"agents": first, "settings": settings})
+    show_settings(settings)
+    agents = settings[0]["policies"][policies[0]]
+    harness.save_json(args, {"agents": agents, "settings": settings, **how})
     if args.plot is not None:
         _plot(settings, args.plot)
     return 0
 
 
-def _engine(args: argparse.Namespace, policies: Sequence[str], longest: int) -> InProcessEngine:
+def _config(args: argparse.Namespace, policies: Sequence[str], longest: int) -> EngineConfig:
     reuse = ReuseConfig(
         audit_rate=0,
         learn_rate=0,
@@ -218,12 +264,13 @@ def _engine(args: argparse.Namespace, policies: Sequence[str], longest: int) -> 
         small_divergence=args.small_divergence,
         **({} if args.repair_depth is None else {"repair_depth": args.repair_depth}),
     )
-    return InProcessEngine(
-        EngineConfig(model=args.model, max_model_len=longest, kv_cache_bytes=CACHE_BYTES, seed=args.seed, reuse=reuse)
+    return EngineConfig(
+        model=args.model, max_model_len=longest, kv_cache_bytes=CACHE_BYTES, seed=args.seed, reuse=reuse
     )
 
 
-def _show(settings: Sequence[dict[str, Any]]) -> None:
+def show_settings(settings: Sequence[dict[str, Any]]) -> None:
+    """Print a table for every setting and policy."""
     for setting in settings:
         size = "prefix {prefix}, question {input}, answers {output} tokens".format_map(setting["sizes"])
         for name, agents in setting["policies"].items():

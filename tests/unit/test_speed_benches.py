@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvcomm_integrations import cli
-from kvcomm_integrations.bench import overhead, serve, ttft
+from kvcomm_integrations.bench import gpu, overhead, plain, serve
 from kvcomm_integrations.bench.admission import admission_steps
 from kvcomm_integrations.bench.harness import percentile
 from kvcomm_integrations.bench.micro import state_sizes
@@ -20,7 +22,8 @@ from kvcomm_integrations.bench.prompting import PaperTeam, Sizes
 from kvcomm_integrations.bench.synthetic import synthetic_model
 from kvcomm_integrations.config import EngineConfig
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest
-from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.engines.vllm_args import physical_cores
+from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.wire import Mode, RequestReport, SegmentKind
 
@@ -30,6 +33,7 @@ class Clock:
 
     tokenizer: ChatTokenizer
     made: list[Clock] = []  # noqa: RUF012
+    scheduler_snapshot = SimpleNamespace(usage=0.0)
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -50,7 +54,9 @@ class Clock:
             last = number == count - 1
             yield Delta(token_ids=(number,), ttft_ms=(80.0 if slow else 10.0) if last else None, report=report)
 
-    def call_workers(self, method: str) -> list[list[dict[str, Any]]]:
+    def call_workers(self, method: str) -> list[Any]:
+        if method == "kvcomm_stats":
+            return [{"layout": "flash", "repair_refusal": None, "disabled": None}]
         assert method == "kvcomm_take_audits"
         audits = [
             {"policy": p, "kl": [0.25], "edges": [["a", r.params.agent, "name", ""]]}
@@ -62,7 +68,7 @@ class Clock:
     def drain(self, timeout: float = 30.0) -> None:
         pass
 
-    def reset_prefix_cache(self, *, references: bool = False) -> bool:
+    def reset_prefix_cache(self, *, references: bool = False, corrections: bool = False) -> bool:
         self.resets += 1
         return True
 
@@ -70,13 +76,39 @@ class Clock:
         self.closed = True
 
 
+class Apart:
+    """An engine's process that is this one; what goes to a real one and comes back must be picklable."""
+
+    def __init__(self, kind: type[Clock], config: EngineConfig) -> None:
+        self.engine = kind(pickle.loads(pickle.dumps(config)))
+
+    def call(self, work: Callable[..., Any], *args: Any) -> Any:
+        work, args = pickle.loads(pickle.dumps((work, args)))
+        return pickle.loads(pickle.dumps(work(self.engine, *args)))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def described(engine: Clock) -> dict[str, Any]:
+    """What ``describe`` says of a stand-in."""
+    how = {"dtype": "float32", "compilation": "none", "graphs": "none", "runner": 1, "block_size": 16}
+    return how | {"vllm": "0.0", "prefix_caching": True}
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> type[Clock]:
     Clock.tokenizer = ChatTokenizer.from_pretrained(demo_model)
     Clock.made = []
-    for module in (ttft, serve, overhead):
+    for module in (gpu, plain, overhead):
         monkeypatch.setattr(module, "InProcessEngine", Clock)
-    monkeypatch.setattr(overhead, "PlainEngine", Clock)
+    for module in (plain, overhead):
+        monkeypatch.setattr(module, "PlainEngine", Clock)
+        monkeypatch.setattr(module, "EngineProcess", Apart)
+    for module in (gpu, plain):
+        monkeypatch.setattr(module, "describe", described)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "")  # put back what it was, whatever happens to it
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     return Clock
 
 
@@ -117,9 +149,14 @@ def test_ttft(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pyte
         assert agent["loaded"] == agent["prompt_tokens"] // 2
     assert result["config"]["output"] == [64]
     assert plot.stat().st_size > 1000
-    (engine,) = clock.made
-    assert engine.closed
-    measured = [r for r in engine.requests if r.sampling.max_tokens == 1 and r.params.session != "prefix"]
+    plain_vllm, engine = clock.made
+    assert engine.closed and plain_vllm.closed
+    assert {r.params.mode for r in plain_vllm.requests} == {Mode.DENSE}
+    assert Mode.DENSE not in {r.params.mode for r in engine.requests if r.params.session != "prefix"}
+    assert result["plain"]["dtype"] == result["kvcomm"]["dtype"] == "float32"
+    assert {len(agent) for way in result["settings"][0]["rounds"].values() for agent in way.values()} == {1}
+    requests = plain_vllm.requests + engine.requests
+    measured = [r for r in requests if r.sampling.max_tokens == 1 and r.params.session != "prefix"]
     first = [r.params.session for r in measured if r.params.agent == "planner"]
     assert len(first) == len(set(first)) == 2, "the first agent has nobody to load from"
     answered = [r for r in engine.requests if r.sampling.max_tokens == 64]
@@ -133,7 +170,95 @@ def test_ttft_of_later_agents_only(clock: type[Clock], demo_model: Path, tmp_pat
     assert cli.main(["bench", "ttft", "--from-agent", "3", *options]) == 0
     assert [agent["index"] for agent in json.loads(out.read_text())["agents"]] == [3]
     assert cli.main(["bench", "ttft", "--from-agent", "4", *options]) == 2
-    assert len(clock.made) == 1
+    assert len(clock.made) == 2
+
+
+@pytest.mark.parametrize(("kind", "figure"), [("ttft", "agents"), ("serve", "load")])
+def test_dense_requests_of_the_same_engine_can_be_the_baseline(
+    clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, figure: str
+) -> None:
+    out = tmp_path / "out.json"
+    options = ["--model", str(demo_model), "--fast", "--json", str(out), "--baseline", "engine"]
+    assert cli.main(["bench", kind, *options]) == 0
+    result = json.loads(out.read_text())
+    (engine,) = clock.made
+    assert result["plain"] is None and result[figure] and engine.config.engine_args == {}
+    assert {Mode.DENSE, Mode.AUTO, Mode.OBSERVE} == {r.params.mode for r in engine.requests}
+    assert "in a process of its own" not in capsys.readouterr().out
+
+
+def test_plain_vllm_keeps_its_own_defaults(clock: type[Clock], demo_model: Path, tmp_path: Path) -> None:
+    sizes = "--agents 2 --prefix 128 --input 64 --output 8 --warmup 1 --sessions 1 --concurrency 1"
+    assert cli.main(["bench", "serve", "--model", str(demo_model), *sizes.split()]) == 0
+    assert cli.main(["bench", "serve", "--model", str(demo_model), *sizes.split(), "--plain-eager"]) == 0
+    compiled, ours, eager, _ = (made.config for made in clock.made)
+    assert (compiled.enforce_eager, eager.enforce_eager, ours.enforce_eager) == (False, True, None)
+    assert compiled.dtype == ours.dtype == "auto"
+    assert compiled.max_model_len == ours.max_model_len
+    assert compiled.engine_args == ours.engine_args == {"gpu_memory_utilization": 0.45}
+
+
+def test_gpu(clock: type[Clock], demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.json"
+    options = ["--model", str(demo_model), "--json", str(out)]
+    sizes = "--agents 3 --prefix 128 --output 16 --warmup 1 --rounds 2 --decode 4 --contents 256,9000"
+    assert cli.main(["bench", "gpu", *options, *sizes.split()]) == 0
+    shown = capsys.readouterr().out
+    assert "with ridge; harvest" in shown and "contents of 9000" in shown
+    result = json.loads(out.read_text())
+    assert result["engine"]["layout"] == "flash" and result["skipped"] == [9000] and "cores" in result["machine"]
+    (setting,) = result["settings"]
+    assert [agent["speedup"] for agent in setting["policies"]["ridge"]] == [8.0] * 3
+    assert {len(agent) for way in setting["rounds"].values() for agent in way.values()} == {2}
+    assert [len(held) for held in setting["harvest"]["held_ms"].values()] == [2, 2]
+    (engine,) = clock.made
+    timed = [r for r in engine.requests if r.sampling.max_tokens == 4]
+    assert len(timed) == 3 * 3 * 2 and all(r.params.response_name for r in timed)
+    assert cli.main(["bench", "gpu", *options, "--contents", "9000"]) == 2
+
+
+def test_the_gpu_benchmark_writes_a_file_unless_told_where() -> None:
+    args: Any = cli._parser().parse_args(["bench", "gpu"])
+    assert (args.json, args.contents) == (Path("kvcomm-gpu.json"), [1024, 8192, 32768])
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["bench", "gpu", "--contents", "0"])
+
+
+class Echo:
+    """An engine that only knows its configuration."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    def close(self) -> None:
+        Path(self.config.model).write_text("closed")
+
+
+def model_in_another_process(engine: Echo, what: str) -> tuple[str, int]:
+    """Work for an engine's process; fails as told."""
+    if what == "refuse":
+        raise ConfigurationError("refused")
+    if what == "die":
+        os._exit(1)
+    return engine.config.model, os.getpid()
+
+
+def test_work_is_done_in_the_engines_process(tmp_path: Path) -> None:
+    engine: Any = plain.EngineProcess(Echo, EngineConfig(model=str(tmp_path / "end")))  # type: ignore[arg-type]
+    model, where = engine.call(model_in_another_process, "")
+    assert model == str(tmp_path / "end") and where != os.getpid()
+    with pytest.raises(ConfigurationError, match="refused"):
+        engine.call(model_in_another_process, "refuse")
+    assert engine.call(model_in_another_process, "")[1] == where
+    engine.close()
+    assert (tmp_path / "end").read_text() == "closed"
+
+
+def test_a_process_that_has_died_is_an_error(tmp_path: Path) -> None:
+    engine: Any = plain.EngineProcess(Echo, EngineConfig(model=str(tmp_path / "end")))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="has ended"):
+        engine.call(model_in_another_process, "die")
+    engine.close()
 
 
 @pytest.mark.parametrize(("requests", "status", "samples"), [(20, 0, 1), (5, 130, None)])
@@ -150,7 +275,7 @@ def test_an_interrupted_ttft_shows_what_it_has(
     answer = Clock.generate_sync
 
     def until_interrupted(self: Clock, request: GenerationRequest) -> Iterator[Delta]:
-        if len(self.requests) >= requests:
+        if sum(len(made.requests) for made in Clock.made) >= requests:
             raise KeyboardInterrupt
         yield from answer(self, request)
 
@@ -160,7 +285,7 @@ def test_an_interrupted_ttft_shows_what_it_has(
     options = ["--model", str(demo_model), *sizes.split(), "--json", str(out)]
     assert cli.main(["bench", "ttft", *options]) == status
     assert out.exists() == (samples is not None)
-    assert clock.made[0].closed
+    assert all(made.closed for made in clock.made)
     if samples is not None:
         assert {agent["n"] for agent in json.loads(out.read_text())["agents"]} == {samples}
 
@@ -188,7 +313,7 @@ def test_only_where_audits_can_prove_edges_are_there_audits(
     assert cli.main(["bench", "ttft", *options, "--json", str(out)]) == 0
     assert {agent["audited_kl"] for agent in json.loads(out.read_text())["agents"]} == {0.25 if proving else None}
     assert cli.main(["bench", "serve", *options]) == 0
-    for engine in clock.made:
+    for engine in clock.made[1::2]:  # the others are plain vLLM
         assert engine.config.reuse.small_divergence == float(divergence)
         assert any(request.params.audit for request in engine.requests) == proving
         assert not any(request.params.audit for request in engine.requests if not request.params.teach)
@@ -210,8 +335,6 @@ def test_overhead(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(overhead, "REST", 0.0)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "")  # put back what it was, whatever happens to it
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     out = tmp_path / "overhead.json"
     assert cli.main(["bench", "overhead", "--model", str(demo_model), "--fast", "--json", str(out)]) == 0
     assert "reuse off" in capsys.readouterr().out
@@ -221,8 +344,9 @@ def test_overhead(
     assert not off.config.reuse.enabled and on.config.reuse.enabled and plain.closed
     sent = [[r.prompt.token_ids for r in engine.requests] for engine in (plain, off, on)]
     assert sent[0] == sent[1] == sent[2] and len(sent[0]) == len(set(sent[0])) == 3 * 3
-    cores = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
-    assert cores == ",".join(map(str, sorted(os.sched_getaffinity(0)))), "vLLM would give each engine another number"
+    cores = set(map(int, os.environ["VLLM_CPU_OMP_THREADS_BIND"].split(",")))
+    assert cores <= os.sched_getaffinity(0), "vLLM would give each engine another number"
+    assert len(cores) == physical_cores()
 
 
 @pytest.mark.parametrize(("graph", "expected"), [("full", [0, 1, 2]), ("chain", [2]), ("star", [0])])
