@@ -149,15 +149,15 @@ class World:
         return RequestReport.model_validate(out[WIRE_KEY])
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("options", [{}, {"audit_rate": 0.2, "learn_rate": 0.3}, {"join_runs": False}])
-def test_random_conversations_find_only_what_they_may(seed: int, options: dict[str, Any]) -> None:
-    world = World(seed, **options)
-    for _ in range(140):
-        world.turn()
-    assert world.carried > 500
-    assert world.loaded > 500
-    assert world.after > 1
+def test_random_conversations_find_only_what_they_may(options: dict[str, Any]) -> None:
+    worlds = [World(seed, **options) for seed in range(6)]
+    for world in worlds:
+        for _ in range(120):
+            world.turn()
+    assert sum(world.carried for world in worlds) > 5000
+    assert sum(world.loaded for world in worlds) > 5000
+    assert sum(world.after for world in worlds) > 10
 
 
 def test_a_prompt_hashed_in_one_go_finds_an_answer_hashed_block_by_block() -> None:
