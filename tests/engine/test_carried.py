@@ -18,7 +18,7 @@ class Talk:
 
     def __init__(self, client: Client, session: str) -> None:
         self.client, self.session = client, session
-        self.question = client.encode(" ".join(QUESTIONS) * 3)
+        self.question = client.encode(f"{session}: " + " ".join(QUESTIONS) * 3)  # nobody has computed it exactly
         planner = client.prompt(system("planner"), ("user_question", self.question), END)
         client.ask(planner, agent="planner", session=session, tokens=4)
         self.parts: list[Part] = [system("solver"), ("user_question", self.question), END]
