@@ -24,9 +24,11 @@ STANDIN = Path(__file__).parent / "standin"
 
 TESTS = {
     "test_repair_exact": "",
-    "test_reuse": "",
-    "test_small_engine": "",
-    "test_tensor_parallel": "",
+    "test_reuse": "second_agent or never_enters or came_from or sessions or dense_mode",
+    "test_carried": "does_not_grow",
+    "test_small_engine": "chunked or preemption or bit_exact or seed or 300",
+    "test_tensor_parallel": "load_repair or agrees or fault_of_one_rank_is",
+    "test_faults": "load_fails and (correct or repair)",
 }
 """Files of ``tests/engine`` and which of their tests, as ``-k`` takes it."""
 
