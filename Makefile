@@ -3,7 +3,7 @@
 #   PYTEST_ARGS="-k wire"    what pytest runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs notebooks compat clean
+.PHONY: help setup demo test lint docs notebooks compat triton clean
 
 BIN := .venv/bin
 
@@ -25,7 +25,11 @@ lint: setup  ## style, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## style, types, layers, then every test
+triton: setup  ## Triton beside .venv, for tests of kernels and of vLLM's second-generation runner in its interpreter
+	@[ -d .triton/triton ] || $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-input --no-deps \
+	  --target .triton -r requirements/triton.txt || echo "Triton could not be installed: its tests are skipped"
+
+test: lint triton  ## style, types, layers, then every test
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 docs: setup  ## build the documentation into site/
@@ -40,4 +44,4 @@ compat: setup  ## does this vLLM have all that is relied upon? make compat VLLM=
 	  wheel=$$(echo "$$folder"/*.whl); fi; $(BIN)/python -m kvcomm_integrations.connector.contract $$wheel
 
 clean:  ## remove .venv and caches of tools
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site
+	rm -rf .venv .triton .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site
