@@ -98,6 +98,7 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
             )
         if kind in own:
             own[kind](parser)
+            parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
             if kind in ("ttft", "serve"):
                 _add_baseline(parser)
             parser.add_argument("--small-divergence", type=float, default=0.0, metavar="NATS", help=PROVING)
@@ -122,8 +123,9 @@ def add_count(parser: argparse.ArgumentParser, flag: str, text: str, **more: Any
 
 
 def _run(kind: str, args: argparse.Namespace) -> int:
-    from kvcomm_integrations.demo_model import prepare_demo_model
+    from kvcomm_integrations.demo_model import prepare_demo_model, quiet_engine
 
+    quiet_engine()
     args.model = args.model or prepare_demo_model()
     if kind in FAST and args.fast:
         vars(args).update(FAST[kind])
@@ -159,7 +161,6 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=4, metavar="N", help="conversations to learn from (%(default)s)")
     add_count(parser, "--answer", "tokens of an answer (loop 24, chat 96)")
     add_count(parser, "--block-size", "tokens of a block of the paged cache (vLLM's choice)")
-    parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
     parser.add_argument("--no-carry", action="store_true", help="load an agent's past again instead of taking it over")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times by turn")
 
@@ -168,7 +169,6 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     text = "lengths of the question, tokens; what the model has no room for is left out (1024,8192,32768)"
     parser.add_argument("--contents", type=_lengths, default=[1024, 8192, 32768], metavar="N,N", help=text)
     parser.add_argument("--policies", default="ridge", metavar="A,B", help="ways of reuse (%(default)s)")
-    parser.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
     parser.set_defaults(json=Path("kvcomm-gpu.json"), warm_rounds=1)
 
 

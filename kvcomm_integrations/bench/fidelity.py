@@ -46,7 +46,7 @@ def run_fidelity(args: argparse.Namespace) -> int:
         state_bytes=STATE_BYTES,
         small_divergence=args.small_divergence,
     )
-    config = EngineConfig(model=args.model, max_model_len=8192, seed=args.seed, reuse=reuse)
+    config = EngineConfig(model=args.model, dtype=args.dtype, max_model_len=8192, seed=args.seed, reuse=reuse)
     agents = AGENTS[: args.agents]
     total = (len(taught) + len(measured)) * len(agents) + len(policies)
     with closing(InProcessEngine(config)) as engine, progress(total=total) as step:

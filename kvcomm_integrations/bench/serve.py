@@ -123,7 +123,9 @@ def run_serve(args: argparse.Namespace) -> int:
     sizes = Sizes(args.prefix, args.input, args.output)
     reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
     most, longest = max(args.concurrency), sizes.longest(args.agents) + 64
-    config = EngineConfig(model=args.model, max_model_len=longest, max_num_seqs=most, seed=args.seed, reuse=reuse)
+    config = EngineConfig(
+        model=args.model, dtype=args.dtype, max_model_len=longest, max_num_seqs=most, seed=args.seed, reuse=reuse
+    )
     results = []
     bench = ServeBench(args.agents, sizes, args.seed, args.graph, audits=args.small_divergence > 0)
     with progress() as step, compared(config, args.baseline, eager=args.plain_eager) as (engine, plain, how):

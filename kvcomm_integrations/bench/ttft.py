@@ -265,7 +265,12 @@ def _config(args: argparse.Namespace, policies: Sequence[str], longest: int) -> 
         **({} if args.repair_depth is None else {"repair_depth": args.repair_depth}),
     )
     return EngineConfig(
-        model=args.model, max_model_len=longest, kv_cache_bytes=CACHE_BYTES, seed=args.seed, reuse=reuse
+        model=args.model,
+        dtype=args.dtype,
+        max_model_len=longest,
+        kv_cache_bytes=CACHE_BYTES,
+        seed=args.seed,
+        reuse=reuse,
     )
 
 
