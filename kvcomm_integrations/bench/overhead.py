@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from statistics import median
 
 from kvcomm_integrations.bench.harness import Answer, ask, progress, save_json, show
-from kvcomm_integrations.bench.plain import EngineProcess, share_cores
+from kvcomm_integrations.bench.plain import EngineProcess, rest, share_cores
 from kvcomm_integrations.bench.prompting import PaperTeam, Sizes, greedy
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine, PlainEngine
@@ -23,8 +23,6 @@ from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 PLAIN, OFF, ON = "plain vLLM", "connector, reuse off", "connector, nothing to reuse"
-REST = 0.5
-"""Pause before an engine's turn, seconds: the threads of the one before spin for a while after their work."""
 LIMIT = 0.02
 """Most that the connector with reuse off may cost."""
 
@@ -49,6 +47,7 @@ def run_overhead(args: argparse.Namespace) -> int:
             first = 2 + number * (args.together + 1)
             prompts = [team.write(agent, team.question(first + place), {}) for place in range(args.together + 1)]
             for name in list(engines) if number % 2 else list(engines)[::-1]:
+                rest()
                 ttft_ms, tokens_per_s = engines[name].call(_pace, prompts, agent, args.output)
                 if number >= 0:
                     paces[name]["ttft_ms"].append(ttft_ms)
@@ -66,7 +65,6 @@ def _pace(engine: InProcessEngine, prompts: Sequence[SegmentedPrompt], agent: st
         session = f"overhead-{hash(prompt.token_ids)}"
         return ask(engine, prompt, greedy(tokens), agent, shared=True, session=session)
 
-    time.sleep(REST)
     ttft_ms = answer(prompts[0], 1).ttft_ms
     started = time.monotonic()
     with ThreadPoolExecutor(len(prompts) - 1) as pool:

@@ -1,14 +1,15 @@
 """Engines in processes of their own, and plain vLLM among them as its users start it: what reuse is compared with.
 
 Benchmarks hand such an engine the work that is to be timed, so that times are taken alike on all sides: in the process
-that talks to the engine. All engines stay alive and take turns, on the same cores of a CPU; the threads of one that has
-nothing to do spin for a few milliseconds and then sleep.
+that talks to the engine. All engines stay alive and take turns, on the same cores of a CPU. A turn begins when all
+others are asleep: vLLM's workers poll for a second after their last work.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from multiprocessing import get_context
@@ -24,6 +25,8 @@ from kvcomm_integrations.errors import EngineError, KVCommError
 T = TypeVar("T")
 PLAIN, ENGINE = "plain", "engine"
 """Baselines: plain vLLM in a process of its own, or dense requests in the engine that also reuses."""
+REST = 1.1
+"""Pause before a turn, seconds, a little longer than the others' workers poll."""
 MEMORY_SHARE = 0.45
 """Of a GPU's memory, for each of two engines."""
 END_S = 60.0
@@ -80,6 +83,11 @@ def _answer_calls(kind: type[InProcessEngine], config: EngineConfig, pipe: Conne
                 pipe.send((None, error))
 
 
+def rest() -> None:
+    """Wait until engines that have had their turn are asleep."""
+    time.sleep(REST)
+
+
 @contextmanager
 def compared(
     config: EngineConfig, baseline: str, *, eager: bool
@@ -89,7 +97,7 @@ def compared(
     Both are started here, and a header says how they run.
 
     Args:
-        config: of the engine that reuses; plain vLLM takes the model, its lengths and its memory from it, no more.
+        config: of the engine that reuses; plain vLLM takes the model, dtype, lengths and memory from it, no more.
         baseline: ``PLAIN`` or ``ENGINE``.
         eager: plain vLLM does not compile the model either, which it does by default, and which takes minutes.
     """

@@ -21,7 +21,7 @@ from statistics import mean
 from typing import Any
 
 from kvcomm_integrations.bench.harness import ask, percentile, progress, save_json, show
-from kvcomm_integrations.bench.plain import compared
+from kvcomm_integrations.bench.plain import compared, rest
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
 from kvcomm_integrations.engines.inprocess import InProcessEngine
@@ -140,6 +140,7 @@ def run_serve(args: argparse.Namespace) -> int:
             for mode in (Mode.DENSE, Mode.AUTO) if place % 2 else (Mode.AUTO, Mode.DENSE):
                 step(f"{concurrency} sessions at once, {mode}")
                 numbers = range(first, first + args.sessions)
+                rest()
                 line[mode.value] = serve[mode](numbers, mode, concurrency, args.rate)
             results.append(line)
     _show(results, args)

@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from kvcomm_integrations.bench import harness
-from kvcomm_integrations.bench.plain import EngineProcess, compared
+from kvcomm_integrations.bench.plain import EngineProcess, compared, rest
 from kvcomm_integrations.bench.prompting import Ids, PaperTeam, Sizes, greedy
 from kvcomm_integrations.bench.scores import chosen_policies
 from kvcomm_integrations.bench.synthetic import synthetic_model
@@ -190,9 +190,10 @@ class TtftBench:
         how: dict[str, Any] = {"session": session, "shared": self.tokens > 1}
         how |= {"mode": Mode.DENSE} if way == DENSE else {"policy": way}
         work = (prefix, self._prompt(agent, number, place), self.tokens, agent, how)
-        if way == DENSE and self.plain is not None:
-            return self.plain.call(timed_answer, *work)
-        return timed_answer(self.engine, *work)
+        if self.plain is None:
+            return timed_answer(self.engine, *work)
+        rest()
+        return self.plain.call(timed_answer, *work) if way == DENSE else timed_answer(self.engine, *work)
 
 
 def timed_answer(

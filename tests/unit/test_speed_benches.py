@@ -105,6 +105,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> type[Clock]:
     for module in (plain, overhead):
         monkeypatch.setattr(module, "PlainEngine", Clock)
         monkeypatch.setattr(module, "EngineProcess", Apart)
+    monkeypatch.setattr(plain, "REST", 0.0)
     for module in (gpu, plain):
         monkeypatch.setattr(module, "describe", described)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "")  # put back what it was, whatever happens to it
@@ -329,12 +330,10 @@ def test_answers_are_drawn_and_the_same_in_every_run(demo_model: Path) -> None:
 
 def test_overhead(
     clock: type[Clock],
-    monkeypatch: pytest.MonkeyPatch,
     demo_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(overhead, "REST", 0.0)
     out = tmp_path / "overhead.json"
     assert cli.main(["bench", "overhead", "--model", str(demo_model), "--fast", "--json", str(out)]) == 0
     assert "reuse off" in capsys.readouterr().out
