@@ -169,6 +169,13 @@ def _add_doctor(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--no-run", action="store_true", help="start no engine")
+    parser.add_argument("--smoke", action="store_true", help="check results and measure times, in one table")
+    parser.add_argument("--fast", action="store_true", help="with --smoke: a shorter content, once")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found to FILE")
+    engine = parser.add_argument_group("engine", "with --smoke: how you would start it; vLLM decides what is left out")
+    engine.add_argument("--dtype", default="auto", help="of weights and cache (%(default)s: vLLM's choice)")
+    engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and answer")
+    engine.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, help="no compilation, no graphs")
     parser.set_defaults(command=_run("doctor.diagnose:run_doctor"))
 
 

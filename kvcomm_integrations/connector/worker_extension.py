@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcomm_integrations.connector.compat import current_connector
 from kvcomm_integrations.connector.connector import KVCommConnector
-from kvcomm_integrations.connector.worker.self_check import repair_error
+from kvcomm_integrations.connector.worker.self_check import engine_error, repair_error
 from kvcomm_integrations.connector.worker.state_rpc import StateAnswer
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.planning.jobs import AuditResult
@@ -21,6 +21,12 @@ def _worker() -> ConnectorWorker | None:
     """The connector's side in this process, if vLLM has loaded it."""
     connector = current_connector()
     return connector.connector_worker if isinstance(connector, KVCommConnector) else None
+
+
+def _attention(runner: Any) -> str:
+    """Name of the attention backend; empty where it is not known."""
+    groups = getattr(runner, "attn_groups", None)
+    return str(groups[0][0].backend.get_name()) if groups and groups[0] else ""
 
 
 class KVCommWorkerExtension:
@@ -45,6 +51,7 @@ class KVCommWorkerExtension:
             "disabled": worker.disabled,
             "repair_refusal": worker.repair_refusal,
             "verified": worker.verified,
+            "attention": _attention(self.model_runner),
         }
 
     def kvcomm_inject_fault(self, point: str, kind: str, times: int = 1, rank: int | None = None) -> None:
@@ -62,6 +69,20 @@ class KVCommWorkerExtension:
             return {}
         spans = [(start, end) for start, end in gaps]
         return repair_error(self.model_runner, worker.cache, token_ids, spans, joined=joined)
+
+    def kvcomm_check_engine(self, name: str, token_ids: list[int], gaps: list[list[int]]) -> float | None:
+        """Run the repair pass on a prompt's first tokens and compare it with vLLM's own forward (see ``self_check``).
+
+        ``name`` is the content that was harvested there from a dense request; ``None`` where none is held.
+        """
+        worker = _worker()
+        if worker is None or worker.cache is None or worker.rope is None:
+            return None
+        for reference in map(worker.store.get, worker.store):
+            if reference.name == name and reference.position == 0 and reference.tokens == len(token_ids):
+                spans = [(start, end) for start, end in gaps]
+                return engine_error(self.model_runner, worker.cache, worker.rope, reference, token_ids, spans)
+        return None
 
     def kvcomm_take_audits(self) -> list[dict[str, Any]]:
         """The audits since the last call, as plain objects; empty on ranks that hold no logits."""

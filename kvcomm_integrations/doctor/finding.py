@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 
@@ -34,6 +35,14 @@ class Finding:
     """What to do; empty if there is nothing to do."""
 
 
+@dataclass(frozen=True)
+class Measured(Finding):
+    """A check that stands in the table of ``kvcomm doctor --smoke``."""
+
+    dense: str = ""
+    reuse: str = ""
+
+
 def good(name: str, found: str) -> Finding:
     """A check that passed."""
     return Finding(name, State.GOOD, found)
@@ -55,16 +64,32 @@ def skipped(name: str, why: str) -> Finding:
 
 
 def show(findings: Iterable[Finding], console: Console) -> int:
-    """Print findings as they come.
+    """Print findings as they come; what was measured comes last, in a table.
 
     Returns:
         the exit status: 1 if one is bad, else 0.
     """
     status = 0
+    measured: list[Measured] = []
     for finding in findings:
+        status = max(status, int(finding.state is State.BAD))
+        if isinstance(finding, Measured):
+            measured.append(finding)
+            continue
         line = Text.assemble((f"{finding.state.value:>8}", STYLES[finding.state]), f"  {finding.name}: {finding.found}")
         console.print(line)
         if finding.remedy:
             console.print(Text(f"{'':>8}  -> {finding.remedy}"))
-        status = max(status, int(finding.state is State.BAD))
+    if measured:
+        _show_table(measured, console)
     return status
+
+
+def _show_table(measured: Sequence[Measured], console: Console) -> None:
+    table = Table("check", "dense", "with reuse", "found", "verdict")
+    for line in measured:
+        table.add_row(line.name, line.dense, line.reuse, line.found, Text(line.state.value, STYLES[line.state]))
+    console.print(table)
+    for line in measured:
+        if line.remedy:
+            console.print(Text(f"{line.name}: {line.remedy}"))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from pydantic import ValidationError
+
+from kvcomm_integrations.bench.plain import describe, machine
 from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.chat.runtime import ChatRuntime
 from kvcomm_integrations.config import EngineConfig, ReuseConfig
-from kvcomm_integrations.doctor.finding import Finding, bad, good, weak
+from kvcomm_integrations.doctor.finding import Finding, State, bad, good, skipped, weak
+from kvcomm_integrations.doctor.measurements import SelfTest, measure
 from kvcomm_integrations.doctor.model import SHARED
 from kvcomm_integrations.engines.inprocess import InProcessEngine
 from kvcomm_integrations.engines.interface import SamplingOptions
+from kvcomm_integrations.engines.vllm_args import (
+    BINDING_VARIABLE,
+    RESERVED_VARIABLE,
+    cpu_environment,
+    physical_cores,
+)
 from kvcomm_integrations.errors import KVCommError
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 
@@ -26,21 +38,72 @@ QUESTION = (
 """Long enough that repairing around it is clearly less than computing it."""
 
 
-def smoke(model: str) -> Iterator[Finding]:
-    """Start an engine, let two agents read the same question, and say what became of it. Takes about half a minute."""
-    reuse = ReuseConfig(policy="aligned", audit_rate=0.0, learn_rate=0.0)
-    engine = InProcessEngine(EngineConfig(model=model, max_model_len=1024, max_num_seqs=4, reuse=reuse))
+def smoke(model: str, test: SelfTest | None = None) -> Iterator[Finding]:
+    """Start an engine, let three agents read the same question, and say what became of it. Takes about half a minute.
+
+    Args:
+        model: folder or hub id.
+        test: start the engine as the user would, and measure this too.
+    """
+    try:
+        engine = InProcessEngine(_config(model, test))
+    except ValidationError as err:
+        first = err.errors()[0]
+        yield bad("Engine", f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "change the option")
+        return
     try:
         runtime = ChatRuntime(engine)
         for agent in ("planner", "solver", "critic"):
             _ask(runtime, agent)
         stats = engine.call_workers("kvcomm_stats")
         yield good("Engine", "started, and answered three agents")
-        yield from judge(stats, engine.repair_refusal, runtime.runs.records())
+        how = describe(engine)
+        yield good("Runs with", in_force(how | {"attention": stats[0].get("attention")}))
+        states = set()
+        for finding in judge(stats, engine.repair_refusal, runtime.runs.records()):
+            states.add(finding.state)
+            yield finding
+        if test is not None and State.BAD in states:
+            yield skipped("Measurements", "not made: see what is bad above")
+        elif test is not None:
+            test.figures |= {"machine": machine(), "engine": how, "workers": stats}
+            yield from measure(engine, test, how["dtype"])
     except KVCommError as err:
         yield bad("Engine", str(err), "the message above, and vLLM's log before it, say why")
     finally:
         engine.close()
+
+
+def _config(model: str, test: SelfTest | None) -> EngineConfig:
+    if test is None:
+        reuse = ReuseConfig(policy="aligned", audit_rate=0.0, learn_rate=0.0)
+        return EngineConfig(model=model, max_model_len=1024, max_num_seqs=4, reuse=reuse)
+    reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0, only_if_faster=False)
+    return EngineConfig(model=model, reuse=reuse, **test.settings)
+
+
+def in_force(how: dict[str, Any]) -> str:
+    """What vLLM has decided, in words.
+
+    Args:
+        how: see ``bench.plain.describe``; ``attention`` is the backend's name, if it is known.
+    """
+    runner = "second" if how["runner"] == 2 else "first"
+    compiled, graphs = (how[name] if how[name] != "none" else "off" for name in ("compilation", "graphs"))
+    attention = how.get("attention") or "not known"
+    said = (
+        f"{runner}-generation model runner, compilation {compiled}, graphs {graphs}, attention {attention}, "
+        f"{how['dtype']}, blocks of {how['block_size']}"
+    )
+    return said if torch.cuda.is_available() else f"{said}, {_cores()}"
+
+
+def _cores() -> str:
+    """The cores that vLLM's worker on a CPU computes on."""
+    if (chosen := os.environ.get(BINDING_VARIABLE, "auto")) != "auto":
+        return f"cores {chosen}"
+    kept = os.environ.get(RESERVED_VARIABLE) or cpu_environment(1).get(RESERVED_VARIABLE)
+    return f"{physical_cores()} cores" + (f" less {kept} for vLLM's scheduler" if kept else "")
 
 
 def _ask(runtime: ChatRuntime, agent: str) -> None:
