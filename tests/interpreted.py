@@ -1,7 +1,8 @@
 """Tests of a Triton kernel: on a GPU, and on the CPU in Triton's interpreter, which needs Triton but no GPU.
 
-Triton decides when it is imported, so a file of such tests runs once more in a process of its own: see
-``run_interpreted``. By hand: ``pip install --no-deps --target DIR triton``, then ``PYTHONPATH=DIR pytest FILE``.
+Triton lies in a folder of its own (``make triton``), where nothing else finds it: vLLM and torch act differently when
+they do. Triton also decides when it is imported whether it interprets. So a file of such tests runs once more in a
+process of its own: see ``run_with_triton``. By hand: ``PYTHONPATH=.triton TRITON_INTERPRET=1 pytest FILE -k cpu``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+TRITON = Path(os.environ.get("TRITON_DIR", ROOT / ".triton"))
+"""Where ``make triton`` puts Triton."""
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DEVICES = [
@@ -23,16 +28,27 @@ DEVICES = [
 ]
 """Where a kernel may run."""
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+IMPORTABLE = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(
+    not (IMPORTABLE or (TRITON / "triton").is_dir()), reason="needs Triton in .triton: make triton"
+)
+importable_triton = pytest.mark.skipif(not IMPORTABLE, reason="runs where Triton can be imported")
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="not in Triton's interpreter")
 
 
-def run_interpreted(file: str) -> int:
-    """Run the tests of a file that are for the CPU in Triton's interpreter; returns how many passed."""
+def run_with_triton(file: str, which: str = "cpu", *, interpreted: bool = True) -> int:
+    """Run tests of a file in a process that finds Triton; returns how many passed.
+
+    Args:
+        file: the file.
+        which: as ``-k`` takes it; ``cpu``: those that are for the CPU.
+        interpreted: in Triton's interpreter.
+    """
+    paths = os.pathsep.join(filter(None, [str(TRITON), os.environ.get("PYTHONPATH", "")]))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", which],
+        env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": str(int(interpreted))},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,

@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,37 @@ def available(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+class Half(NamedTuple):
+    """Where the keys, or the values, of a block are, in elements."""
+
+    base: int
+    """Place in the block of the first number."""
+    head: int
+    """From one head to the next; so are the others."""
+    token: int
+    channel: int
+
+
+class BlockForm(NamedTuple):
+    """How a layer's cache is divided into blocks, and a block into keys and values."""
+
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    block_stride: int
+    """Elements from one block to the next."""
+    keys: Half
+    values: Half
+
+    @classmethod
+    def of(cls, layer: torch.Tensor) -> BlockForm:
+        """The form of ``(blocks, kv_heads, block, 2 * head_dim)`` of any strides, keys before values in each row."""
+        block, head, token, channel = layer.stride()
+        _, kv_heads, block_size, width = layer.shape
+        keys = Half(0, head, token, channel)
+        return cls(kv_heads, block_size, width // 2, block, keys, keys._replace(base=width // 2 * channel))
+
+
 class FusedCache:
     """Paged caches of all layers, written by the kernel.
 
@@ -42,12 +73,12 @@ class FusedCache:
     the work itself.
 
     Args:
-        layers: one ``(blocks, kv_heads, block, 2 * head_dim)`` tensor per layer, all of the same strides, keys before
-            values in each row. They must stay where they are.
+        layers: one tensor per layer, all of the same shape, strides and type. They must stay where they are.
         rope: the model's rotation.
+        form: where keys and values are; without one that of ``(blocks, kv_heads, block, 2 * head_dim)``.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], rope: Rope) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], rope: Rope, form: BlockForm | None = None) -> None:
         self._layers = list(layers)  # keeps the memory that the table points to
         self._rope = rope
         first = self._layers[0]
@@ -57,8 +88,7 @@ class FusedCache:
             raise ValueError("the caches of the layers differ in shape, order or type")
         self.device = first.device
         self.dtype = first.dtype
-        _, self._kv_heads, self._block, width = first.shape
-        self._dim = width // 2
+        self._form = form or BlockForm.of(first)
         self._table = torch.tensor([layer.data_ptr() for layer in self._layers], dtype=torch.int64).to(self.device)
 
     def takes(self, reference: KV, correction: Correction) -> bool:
@@ -69,7 +99,7 @@ class FusedCache:
         layers, kv_heads, _, dim = reference.keys.shape
         heads, inner, _ = correction.map.down_keys.shape
         return (
-            (layers, kv_heads, dim) == (len(self._layers), self._kv_heads, self._dim)
+            (layers, kv_heads, dim) == (len(self._layers), self._form.kv_heads, self._form.head_dim)
             and heads == (layers - 1) * kv_heads
             and dim <= MAX_DIM
             and 1 < inner <= MAX_RANK + 1
@@ -105,9 +135,10 @@ class FusedCache:
         rest = dim - 2 * pairs
         _kernel()[(-(-tokens // TOKENS), kv_heads, layers)](
             reference.keys, *reference.keys.stride(), reference.values, *reference.values.stride(),
-            *affine, correction.position.contiguous(), cosines, sines, slots, self._table, *self._layers[0].stride(),
-            not_finite, float(correction.trust), kv_heads, tokens,
-            block=self._block, dim=dim, rank=rank, features=features,
+            *affine, correction.position.contiguous(), cosines, sines, slots, self._table,
+            self._form.block_stride, *self._form.keys, *self._form.values, not_finite,
+            float(correction.trust), kv_heads, tokens,
+            block=self._form.block_size, dim=dim, rank=rank, features=features,
             pairs=pairs, pair_step=2 if interleaved else 1, pair_distance=1 if interleaved else pairs,
             tokens_tile=TOKENS, rank_tile=_tile(rank), pairs_tile=_tile(pairs), rest_tile=_tile(rest) if rest else 0,
             dim_tile=_tile(dim), precision="ieee" if torch.version.hip else "tf32x3",

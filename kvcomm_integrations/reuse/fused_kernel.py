@@ -19,7 +19,9 @@ def place_corrected(
     keys, key_layer, key_head, key_token, key_channel,
     values, value_layer, value_head, value_token, value_channel,
     down_keys, down_values, down_position, up_keys, up_values, position, cosines, sines, slots,
-    caches, cache_block, cache_head, cache_token, cache_channel,
+    caches, cache_block,
+    cache_keys, cache_key_head, cache_key_token, cache_key_channel,
+    cache_values, cache_value_head, cache_value_token, cache_value_channel,
     not_finite, trust, kv_heads, tokens,
     block: tl.constexpr, dim: tl.constexpr, rank: tl.constexpr, features: tl.constexpr,
     pairs: tl.constexpr, pair_step: tl.constexpr, pair_distance: tl.constexpr,
@@ -40,8 +42,9 @@ def place_corrected(
         position: ``(features, tokens)``.
         cosines, sines: ``(tokens, pairs)``.
         slots: ``(tokens,)`` int64, block number times ``block`` plus offset.
-        caches: ``(layers,)`` int64, addresses of the layers' caches ``(blocks, kv_heads, block, 2 * dim)``, whose
-            strides in elements follow.
+        caches: ``(layers,)`` int64, addresses of the layers' caches.
+        cache_block: elements of a cache from one block to the next.
+        cache_keys, cache_values: element of a block that its keys and its values begin at; their strides follow.
         not_finite: ``(1,)`` int32, counts the numbers written that are NaN or infinite in the caches' type.
         trust: factor on all but the mean correction.
         pair_step, pair_distance: pair ``i`` is the channels ``i * pair_step`` and that plus ``pair_distance``.
@@ -54,8 +57,10 @@ def place_corrected(
     real = token < tokens
     token = token.to(tl.int64)
     inner = tl.arange(0, rank_tile)
-    corrected = layer > 0
-    used = (inner < rank) & corrected
+    # Masks come from comparing blocks with bounds: Triton's interpreter takes no block of booleans & a single one.
+    corrected = tl.minimum(layer, 1)
+    used = inner < rank * corrected
+    bound = dim * corrected
     row = tl.maximum(layer - 1, 0) * kv_heads + head
     down_keys += row * (rank + 1) * dim
     down_values += row * (rank + 1) * dim
@@ -90,9 +95,9 @@ def place_corrected(
     hidden *= trust
 
     up = rank + 1
-    a = _up(a, hidden, up_keys, inner, used, 1, first, paired, up, rank, corrected, precision)
-    b = _up(b, hidden, up_keys, inner, used, 1, second, paired, up, rank, corrected, precision)
-    v = _up(v, hidden, up_values, inner, used, dim, channel, whole, 1, rank, corrected, precision)
+    a = _up(a, hidden, up_keys, inner, used, 1, first, paired, up, rank, bound, precision)
+    b = _up(b, hidden, up_keys, inner, used, 1, second, paired, up, rank, bound, precision)
+    v = _up(v, hidden, up_values, inner, used, dim, channel, whole, 1, rank, bound, precision)
     turn = token[:, None] * pairs + pair[None, :]
     turned = real[:, None] & paired[None, :]
     cosine = tl.load(cosines + turn, mask=turned, other=1.0)
@@ -100,14 +105,17 @@ def place_corrected(
 
     slot = tl.load(slots + token, mask=real, other=0)
     cache = tl.load(caches + layer).to(tl.pointer_type(keys.dtype.element_ty))
-    cache += head * cache_head
-    target = (slot // block) * cache_block + (slot % block) * cache_token
-    count = _scatter(cache, target, real, first, paired, cache_channel, a * cosine - b * sine)
-    count += _scatter(cache, target, real, second, paired, cache_channel, a * sine + b * cosine)
-    count += _scatter(cache, target, real, dim + channel, whole, cache_channel, v)
+    number, inside = slot // block, slot % block
+    own = cache + cache_keys + head * cache_key_head
+    target = number * cache_block + inside * cache_key_token
+    count = _scatter(own, target, real, first, paired, cache_key_channel, a * cosine - b * sine)
+    count += _scatter(own, target, real, second, paired, cache_key_channel, a * sine + b * cosine)
     if rest_tile > 0:
-        c = _up(c, hidden, up_keys, inner, used, 1, other, left, up, rank, corrected, precision)
-        count += _scatter(cache, target, real, other, left, cache_channel, c)
+        c = _up(c, hidden, up_keys, inner, used, 1, other, left, up, rank, bound, precision)
+        count += _scatter(own, target, real, other, left, cache_key_channel, c)
+    own = cache + cache_values + head * cache_value_head
+    target = number * cache_block + inside * cache_value_token
+    count += _scatter(own, target, real, channel, whole, cache_value_channel, v)
     if count > 0:
         tl.atomic_add(not_finite, count)
 
@@ -129,13 +137,16 @@ def _down(hidden, part, matrix, inner, used, channel, wanted, by_inner, precisio
 
 @triton.jit
 def _up(
-    part, hidden, matrix, inner, used, by_inner, channel, wanted, by_channel, rank: tl.constexpr, corrected,
+    part, hidden, matrix, inner, used, by_inner, channel, wanted, by_channel, rank: tl.constexpr, bound,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """``part`` ``(tokens_tile, channels)`` with what hidden channels and the mean correction add to it."""
+    """``part`` ``(tokens_tile, channels)`` with what hidden channels and the mean correction add to it.
+
+    ``bound``: of the channels that the mean corrects; 0 in a layer that is not corrected.
+    """
     places = inner[:, None] * by_inner + channel[None, :] * by_channel
     weights = tl.load(matrix + places, mask=used[:, None] & wanted[None, :], other=0.0)
-    mean = tl.load(matrix + rank * by_inner + channel * by_channel, mask=wanted & corrected, other=0.0)
+    mean = tl.load(matrix + rank * by_inner + channel * by_channel, mask=wanted & (channel < bound), other=0.0)
     return tl.dot(hidden, weights, part + mean[None, :], input_precision=precision)
 
 

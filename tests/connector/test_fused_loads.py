@@ -10,13 +10,14 @@ import torch
 from kvcomm_integrations.connector.metadata import StepMetadata
 from kvcomm_integrations.connector.worker.fault_injection import SWITCH
 from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
-from kvcomm_integrations.connector.worker.transfer import FusedLoads
+from kvcomm_integrations.connector.worker.transfer import FusedLoads, block_form
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.planning.jobs import LoadJob, LoadSpan, ObserveJob
 from kvcomm_integrations.reuse.affine import Correction
 from kvcomm_integrations.reuse.kv import KV
+from tests.connector.test_cache_layout import PACKINGS, Make, grid, probed
 from tests.connector.test_worker import BLOCK, DIM, EDGE, HEADS, LAYERS, _harvest, _worker
-from tests.interpreted import DEVICES, needs_triton, not_interpreted, run_interpreted
+from tests.interpreted import DEVICES, needs_triton, not_interpreted, run_with_triton
 
 BLOCKS, START, END = (6, 7, 9), 9, 47
 SPAN = LoadSpan(2, offset=3, start=START, end=END, edge=EDGE)
@@ -145,6 +146,22 @@ def test_an_estimate_that_is_not_finite_is_not_held_against_a_new_kernel() -> No
     assert kernel.calls == 2
 
 
+@not_interpreted
+@pytest.mark.parametrize("make", PACKINGS)
+def test_the_kernel_is_told_where_keys_and_values_are(make: Make) -> None:
+    engine = make(16, 32, 2, torch.float32)
+    cache = PagedCache(engine.layers, probed(engine))
+    form = block_form(cache)
+    assert (form is None) == (make.__name__ in ("cpu", "amx", "by_eights", "in_pairs", "swizzled", "shuffled"))
+    if form is None:
+        return
+    assert (form.kv_heads, form.block_size, form.head_dim) == (2, 16, 32)
+    assert form.block_stride == engine.shape.block_stride
+    head, token, channel = grid(16, 32, 2)
+    for half, offsets in zip((form.keys, form.values), engine.offsets, strict=True):
+        assert torch.equal(half.base + head * half.head + token * half.token + channel * half.channel, offsets)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_worker_loads_with_the_kernel_what_it_loads_without(device: str, dtype: torch.dtype) -> None:
@@ -168,4 +185,4 @@ def test_a_worker_loads_with_the_kernel_what_it_loads_without(device: str, dtype
 @needs_triton
 @not_interpreted
 def test_the_same_in_tritons_interpreter() -> None:
-    assert run_interpreted(__file__) == 3
+    assert run_with_triton(__file__) == 3

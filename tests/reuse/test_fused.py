@@ -16,7 +16,7 @@ from kvcomm_integrations.reuse.kv import KV
 from kvcomm_integrations.reuse.policies.ridge import Ridge
 from kvcomm_integrations.reuse.rope import Rope
 from kvcomm_integrations.reuse.scratch import Scratch
-from tests.interpreted import DEVICES, needs_triton, not_interpreted, run_interpreted
+from tests.interpreted import DEVICES, IMPORTABLE, importable_triton, needs_triton, not_interpreted, run_with_triton
 
 from .shapes import EDGE, drifted, random_kv
 
@@ -44,12 +44,13 @@ class Case:
         assert correction.trust == 0.5
         self.correction: Correction = correction
         self.places = torch.arange(self.start, self.start + tokens)
-        self.layers = [torch.zeros(12, HEADS, BLOCK, 2 * dim, dtype=dtype, device=device) for _ in range(LAYERS)]
+        self.caches = [torch.zeros(12, HEADS, BLOCK, 2 * dim, dtype=dtype, device=device) for _ in range(LAYERS)]
+        self.form: fused.BlockForm | None = None
 
     def expected(self) -> list[torch.Tensor]:
         """The caches as the plain path leaves them."""
         device = self.reference.keys.device
-        layers = [torch.zeros_like(layer) for layer in self.layers]
+        layers = [torch.zeros_like(layer) for layer in self.seen()]
         blocks = torch.tensor(BLOCK_TABLE)[self.places // BLOCK].to(device)
         inner = (self.places % BLOCK).to(device)
         scratch = Scratch(device)
@@ -64,14 +65,21 @@ class Case:
 
     def fill(self) -> int:
         """Run the kernel; returns how many numbers are not finite."""
-        cache = fused.FusedCache(self.layers, self.rope)
+        cache = fused.FusedCache(self.caches, self.rope, self.form)
         assert cache.takes(self.reference, self.correction)
         slots = torch.tensor(BLOCK_TABLE)[self.places // BLOCK] * BLOCK + self.places % BLOCK
         return int(cache.write(self.reference, self.correction, self.positions(), slots.to(cache.device)))
 
+    def seen(self) -> list[torch.Tensor]:
+        """What is in the caches, ``(blocks, kv_heads, block, 2 * dim)``."""
+        if self.caches[0].dim() == 4:
+            return self.caches
+        halves = self.caches[0].shape[:2].index(2)
+        return [torch.cat(cache.unbind(halves), dim=-1).transpose(1, 2) for cache in self.caches]
+
     def check(self) -> None:
         assert self.fill() == 0
-        for index, (got, wanted) in enumerate(zip(self.layers, self.expected(), strict=True)):
+        for index, (got, wanted) in enumerate(zip(self.seen(), self.expected(), strict=True)):
             wanted = wanted.float()
             assert float((got.float() - wanted).abs().max()) <= ROUNDING[got.dtype] * float(wanted.abs().max()), index
             assert torch.equal(got != 0, wanted != 0), f"layer {index}: tokens beside the content were touched"
@@ -108,10 +116,63 @@ def test_shapes(device: str, dim: int, rotary: int, interleaved: bool, tokens: i
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_reference_and_caches_in_another_order_in_memory(device: str) -> None:
     case = Case(device, torch.float32, 32, rope_of(32), tokens=18)
-    case.layers = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in case.layers]
+    case.caches = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in case.caches]
     keys = case.reference.keys.transpose(2, 3).contiguous().transpose(2, 3)
     case.reference = KV(keys, case.reference.values)
     case.check()
+
+
+VLLM_ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+"""Orders in memory of layers, blocks, heads, tokens (N) and channels that vLLM's runners make caches in."""
+HALVES = {
+    "halves of a block, NHD": ((12, 2, BLOCK, HEADS), (0, 1, 2, 3)),
+    "halves of a block, HND": ((12, 2, HEADS, BLOCK), (0, 1, 3, 2)),
+    "halves of the cache, NHD": ((2, 12, BLOCK, HEADS), (0, 1, 2, 3)),
+    "halves of the cache, HND": ((2, 12, HEADS, BLOCK), (0, 1, 3, 2)),
+}
+"""Caches with keys and values apart, as FlashInfer's and FlashAttention's were: memory, and how it is shown."""
+ARRANGEMENTS = [*VLLM_ORDERS, *HALVES]
+
+
+def arrange(case: Case, arrangement: str) -> None:
+    """Give a case caches of another arrangement."""
+    first = case.caches[0]
+    if arrangement in VLLM_ORDERS:
+        order = VLLM_ORDERS[arrangement]
+        sizes = (LAYERS, *first.shape)
+        whole = first.new_zeros([sizes[dim] for dim in order])
+        case.caches = list(whole.permute([order.index(dim) for dim in range(5)]).unbind(0))
+        return
+    sizes, shown = HALVES[arrangement]
+    dim = first.shape[-1] // 2
+    case.caches = [first.new_zeros(*sizes, dim).permute(*shown, 4) for _ in range(LAYERS)]
+    strides = case.caches[0].stride()
+    halves = sizes[:2].index(2)
+    keys = fused.Half(0, strides[3], strides[2], strides[4])
+    values = keys._replace(base=strides[halves])
+    case.form = fused.BlockForm(HEADS, BLOCK, dim, strides[1 - halves], keys, values)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_caches_as_vllm_arranges_them(device: str, arrangement: str, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, 32, rope_of(32, dtype=dtype), tokens=18)
+    arrange(case, arrangement)
+    case.check()
+
+
+@not_interpreted
+def test_all_orders_of_this_vllm_are_tested() -> None:
+    layouts = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
+    assert {layout.name: layout.value for layout in layouts} == VLLM_ORDERS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +192,7 @@ def test_numbers_that_are_not_finite_are_counted(device: str, dtype: torch.dtype
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_the_kernel_cannot_take(device: str) -> None:
     case = Case(device, torch.float32, 32, rope_of(32), tokens=4)
-    cache = fused.FusedCache(case.layers, case.rope)
+    cache = fused.FusedCache(case.caches, case.rope)
     half = KV(case.reference.keys.half(), case.reference.values.half())
     assert cache.takes(case.reference, case.correction)
     assert not cache.takes(half, case.correction)
@@ -141,13 +202,20 @@ def test_what_the_kernel_cannot_take(device: str) -> None:
     where = torch.zeros(0, dtype=torch.int64, device=device)
     assert int(cache.write(none, case.correction, where, where)) == 0
     with pytest.raises(ValueError, match="differ"):
-        fused.FusedCache([case.layers[0], case.layers[1].half()], case.rope)
+        fused.FusedCache([case.caches[0], case.caches[1].half()], case.rope)
 
 
 @needs_triton
 @not_interpreted
 def test_the_same_in_tritons_interpreter() -> None:
-    assert run_interpreted(__file__) > 10
+    assert run_with_triton(__file__) == 16 + len(ARRANGEMENTS) * len(ROUNDING)
+
+
+@needs_triton
+@not_interpreted
+@pytest.mark.skipif(IMPORTABLE, reason="they run in this process")
+def test_the_kernel_compiles_where_triton_can_be_imported() -> None:
+    assert run_with_triton(__file__, "compiles_for_gpus", interpreted=False) == 6
 
 
 class Launch(Case):
@@ -162,7 +230,7 @@ class Launch(Case):
         return seen[0]
 
 
-@needs_triton
+@importable_triton
 @not_interpreted
 @pytest.mark.parametrize(("dtype", "rotary"), [(torch.bfloat16, 128), (torch.float16, 32), (torch.float32, 64)])
 @pytest.mark.parametrize("capability", [80, 90])

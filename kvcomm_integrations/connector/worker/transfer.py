@@ -14,10 +14,10 @@ import torch
 
 from kvcomm_integrations.connector.worker.fault_injection import FaultInjector, InjectionPoint
 from kvcomm_integrations.connector.worker.learner import Learner
-from kvcomm_integrations.connector.worker.paged_cache import Layout, PagedCache
+from kvcomm_integrations.connector.worker.paged_cache import Layout, Packing, PagedCache
 from kvcomm_integrations.planning.jobs import HarvestJob, LoadSpan
 from kvcomm_integrations.reuse.affine import Correction
-from kvcomm_integrations.reuse.fused import FusedCache, available
+from kvcomm_integrations.reuse.fused import BlockForm, FusedCache, Half, available
 from kvcomm_integrations.reuse.kv import KV, is_finite
 from kvcomm_integrations.reuse.policies.policy import Policy
 from kvcomm_integrations.reuse.references import ReferenceStore
@@ -110,9 +110,10 @@ class FusedLoads:
     @classmethod
     def over(cls, cache: PagedCache, rope: Rope) -> FusedLoads | None:
         """The kernel over a paged cache, or ``None`` where it cannot be used."""
-        if cache.layout is not Layout.GPU or not available(cache.device):
+        form = block_form(cache)
+        if form is None or not available(cache.device):
             return None
-        return cls(cache, FusedCache(cache.layers, rope))
+        return cls(cache, FusedCache(cache.layers, rope, form))
 
     def write(
         self,
@@ -164,6 +165,19 @@ class FusedLoads:
             for layers, kv in plain
             for mine, theirs in zip(written, kv, strict=True)
         )
+
+
+def block_form(cache: PagedCache) -> BlockForm | None:
+    """Where the kernel has to write; ``None`` where tokens or channels come in tiles, and in a CPU's own layout."""
+    if cache.layout is Layout.CPU:
+        return None
+    packing = cache.layout if isinstance(cache.layout, Packing) else Packing.of(cache.layers[0], cache.layout)
+    if packing.halves is None or any(half.tiled for half in packing.halves):
+        return None
+    keys, values = (
+        Half(half.base, half.head_stride, half.tokens[0].stride, half.channels[0].stride) for half in packing.halves
+    )
+    return BlockForm(cache.kv_heads, cache.block_size, cache.head_dim, packing.shape.block_stride, keys, values)
 
 
 class _Content(NamedTuple):
