@@ -33,6 +33,11 @@ class Arriving(Protocol):
 class ToHost:
     """KV being copied from a GPU to pinned host memory, by a stream of its own, after all work queued so far.
 
+    The stream reads ``kv`` and nothing else. So ``kv`` has to be a copy of what is in the paged cache, made by the
+    current stream: then it was made before that stream lets any later step write to the same blocks, and from then on
+    it is of no concern what becomes of them. Memory of ``kv`` is not given to anybody else before the copy is over,
+    even if nobody wants the result any more.
+
     Args:
         kv: what to copy, each ``(layers, kv_heads, tokens, head_dim)``; it must not be changed any more.
         stream: the stream that copies.
@@ -40,8 +45,10 @@ class ToHost:
     """
 
     def __init__(self, kv: KV, stream: torch.cuda.Stream, *, keep: bool) -> None:
-        self._source = kv  # its memory must not be freed before the copy is over
+        self._source = kv  # freed by the one who waits, when the copy is over
         self._sum = checksum(kv)
+        for part in (*kv, self._sum):  # freed earlier, by one who does not wait, memory stays unused until then
+            part.record_stream(stream)
         stream.wait_stream(torch.cuda.current_stream(kv.keys.device))
         with torch.cuda.stream(stream):
             self._kept = kv if keep else KV(_to_pinned(kv.keys), _to_pinned(kv.values))

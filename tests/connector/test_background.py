@@ -117,3 +117,42 @@ def test_nothing_runs_after_close() -> None:
     background.close()
     background.submit("second", lambda: ran.append("second"))
     assert ran == ["first"]
+
+
+def test_a_task_works_on_the_stream_it_was_submitted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a GPU could read what was learned before it is there, and use a map before it is solved."""
+    here = threading.local()
+    here.stream = "the forward's"
+
+    class Using:
+        """Makes a stream current in the thread that enters."""
+
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            here.stream = self.stream
+
+        def __exit__(self, *error: object) -> None:
+            del here.stream
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: getattr(here, "stream", "nobody's"))
+    monkeypatch.setattr(torch.cuda, "stream", Using)
+    background, seen = Background(), []
+    background.submit(1, lambda: seen.append(torch.cuda.current_stream()))
+    assert background.wait(10)
+    here.stream = "another"
+    background.submit(1, lambda: seen.append(torch.cuda.current_stream()))
+    assert background.wait(10)
+    assert seen == ["the forward's", "another"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too() -> None:
+    background, seen = Background(), []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wanted = torch.cuda.current_stream()
+        background.submit(1, lambda: seen.append(torch.cuda.current_stream()))
+    assert background.wait(10)
+    assert seen == [wanted]

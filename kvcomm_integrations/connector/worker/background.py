@@ -8,6 +8,9 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +24,14 @@ class Background:
     Nobody waits for a task and nothing depends on it but time: what it computes ahead is computed when it is needed
     if it has not run by then. The thread starts with the first task and ends with ``close``, which also runs when the
     process exits: a thread that is inside torch at that moment would end it with an abort.
+
+    On a GPU a task gives its work to the stream that was current where it was submitted: vLLM's forward has a stream
+    of its own, and nothing else would order that stream's work and another's. What is computed here may then be used
+    there as soon as a lock lets it be seen, and its memory is that stream's.
     """
 
     def __init__(self) -> None:
-        self._tasks: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
+        self._tasks: OrderedDict[Hashable, tuple[Callable[[], None], AbstractContextManager[object]]] = OrderedDict()
         self._condition = threading.Condition()
         self._busy = False
         self._closed = False
@@ -36,7 +43,7 @@ class Background:
             if self._closed:
                 return
             self._tasks.pop(key, None)
-            self._tasks[key] = task
+            self._tasks[key] = task, _current_stream()
             self._condition.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvcomm-background", daemon=True)
@@ -67,12 +74,18 @@ class Background:
                 self._condition.wait_for(lambda: self._closed or bool(self._tasks))
                 if self._closed:
                     return
-                _, task = self._tasks.popitem(last=False)
+                _, (task, stream) = self._tasks.popitem(last=False)
                 self._busy = True
             try:
-                task()
+                with stream:
+                    task()
             except Exception:  # whoever needs the result computes it, and meets the fault where it can be handled
                 logger.exception("A background computation failed")
+
+
+def _current_stream() -> AbstractContextManager[object]:
+    """Makes the stream that is current here current elsewhere; nothing where no GPU is used."""
+    return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
 
 
 def _yield_to_others() -> None:

@@ -39,6 +39,9 @@ class _Expected:
 class Arrivals:
     """What is on its way, in the order of harvests.
 
+    A harvest is copied out of the paged cache by the stream that runs the forward, behind the forward that wrote it and
+    before any that may write to its blocks again; only that copy is sent. So vLLM may free the blocks at once.
+
     Args:
         send: sends KV on its way.
     """
@@ -61,7 +64,7 @@ class Arrivals:
         return cls(lambda kv: ToHost(kv, stream, keep=keep))
 
     def expect(self, job: HarvestJob, kv: KV) -> None:
-        """Send the KV of a harvest on its way; nobody may change it afterwards."""
+        """Send the KV of a harvest on its way; a copy of its own, which nobody may change afterwards."""
         self._expected[job.ref_id] = _Expected(job, self._send(kv))
 
     def take(self) -> Iterator[tuple[HarvestJob, Callable[[], tuple[KV, bool]]]]:
@@ -77,7 +80,7 @@ class Arrivals:
                 yield expected.job, expected.arriving.wait
 
     def cancel(self, ref_id: int) -> None:
-        """Expect a reference no longer; unknown ones are ignored."""
+        """Expect a reference no longer; unknown ones are ignored. What is being copied is copied to the end."""
         self._expected.pop(ref_id, None)
 
     def clear(self) -> None:
