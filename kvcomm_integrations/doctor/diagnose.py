@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvcomm_integrations.demo_model import prepare_demo_model
 from kvcomm_integrations.doctor import machine
-from kvcomm_integrations.doctor.finding import Finding, State, bad, show, skipped
+from kvcomm_integrations.doctor.finding import Finding, Measured, State, bad, show, skipped
 from kvcomm_integrations.errors import KVCommError
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def _self_test(args: argparse.Namespace) -> SelfTest | None:
 def overall(findings: Iterable[Finding], file: str) -> str:
     """The last line: all in all, and what to send us if something is not good.
 
+    What is weak counts only where it was measured: a machine without a GPU, say, is no fault.
+
     Args:
         findings: all of them.
         file: where they have been written; empty if nowhere.
     """
-    states = [finding.state for finding in findings]
+    states = [f.state for f in findings if f.state is State.BAD or isinstance(f, Measured)]
     wrong = ", ".join(f"{states.count(state)} {state}" for state in (State.BAD, State.WEAK) if state in states)
     if not wrong:
         return "Overall: good"

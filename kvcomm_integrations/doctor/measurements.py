@@ -125,12 +125,19 @@ def same_answers(name: str, one: Greedy, other: Greedy, dtype: str) -> Measured:
     """Whether two answers agree. In half precision they may part where tokens are about as likely."""
     pairs = zip(one.tokens, other.tokens, strict=False)
     agree = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
-    both = one.first.keys() & other.first.keys()
-    shift = max((abs(one.first[token] - other.first[token]) for token in both), default=float("inf"))
+    shift = _shift(one.first, other.first)
     found = f"{agree} of {len(one.tokens)} tokens agree, log-probabilities to {shift:.2g}"
     exact = dtype == "float32"
     wrong = shift > (0.01 if exact else LARGEST_SHIFT) or (exact and one.tokens != other.tokens)
     return Measured(name, State.BAD, found, OFF) if wrong else Measured(name, State.GOOD, found)
+
+
+def _shift(one: dict[int, float], other: dict[int, float]) -> float:
+    """How far log-probabilities of the likeliest tokens are apart, at least: what a side lacks is below all it has."""
+    if not one.keys() & other.keys():
+        return float("inf")
+    sides = ((one, other), (other, one))
+    return max(abs(p - b.get(token, min(p, *b.values()))) for a, b in sides for token, p in a.items())
 
 
 def repair_agrees(errors: Sequence[float | None], dtype: str) -> Measured:
@@ -189,7 +196,7 @@ def judge_rounds(
         "" if before > after * 1.2 else "reuse gains little here; try a longer content or a larger model",
     )
     held, longer = (median(harvest["held_ms"][mode.value]) for mode in (Mode.DENSE, Mode.OBSERVE))
-    share = harvest["us_per_token"] * content / 1e3 / before
+    share = max(harvest["us_per_token"], 0.0) * content / 1e3 / before
     dear = "harvests take long: keep references on the device (reference_device) if it has room"
     yield _compared("harvest, ms", held, longer, f"{share:.1%} of the dense first token", dear if share > 0.1 else "")
     plain, speed = (median(a.tokens_per_s for a in answers) for answers in (dense, reuse))

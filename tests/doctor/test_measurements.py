@@ -37,6 +37,9 @@ DENSE = Greedy((5, 6, 7), {5: -1.0, 9: -1.1})
         (Greedy((9, 1, 2), {9: -1.0, 5: -1.1}), "bfloat16", State.GOOD),
         (Greedy((5, 6, 7), {5: -2.0, 9: -1.1}), "bfloat16", State.BAD),
         (Greedy((1, 2, 3), {1: -1.0}), "bfloat16", State.BAD),
+        (Greedy((1, 6, 7), {1: -0.2, 9: -1.2}), "bfloat16", State.BAD),
+        (Greedy((9, 6, 7), {9: -1.05, 5: -1.1, 4: -0.2}), "float16", State.BAD),
+        (Greedy((9, 6, 7), {9: -1.05, 5: -1.1, 4: -3.0}), "float16", State.GOOD),
     ],
 )
 def test_answers_are_the_same_but_for_ties_in_half_precision(other: Greedy, dtype: str, state: State) -> None:
@@ -123,7 +126,8 @@ def test_one_table_a_verdict_for_each_line_and_all_in_one_file(
 
 def test_the_last_line() -> None:
     weak = Measured("decoding", State.WEAK, "slower", "again")
-    assert overall([good("Engine", "started")], "") == "Overall: good"
+    assert overall([good("Engine", "started"), Finding("Device", State.WEAK, "CPU")], "") == "Overall: good"
+    assert overall([Finding("Reuse", State.BAD, "none")], "").startswith("Overall: 1 bad")
     assert overall([weak, weak], "x.json").startswith("Overall: 2 weak. ") and "x.json" in overall([weak], "x.json")
     assert "--json FILE" in overall([weak], "")
 
