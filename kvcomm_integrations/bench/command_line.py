@@ -12,8 +12,8 @@ Subcommands = argparse._SubParsersAction
 MODEL_HELP = "folder or hub id of the model (default: SmolLM2-135M, prepared on first use)"
 KINDS = {
     "micro": "what each step of a reuse costs, against what the machine can do",
-    "ttft": "time to each agent's first token, dense with prefix caching against reuse",
-    "serve": "many teams at once: throughput, latency and stalls, dense against reuse",
+    "ttft": "time to each agent's first token, plain vLLM with prefix caching against reuse",
+    "serve": "many teams at once: throughput, latency and stalls, plain vLLM against reuse",
     "turns": "conversations of many turns: does an agent's next turn cost more than its last?",
     "gpu": "the papers' set-up and longer contents: first tokens, decoding, harvests; one JSON file to send",
     "overhead": "plain vLLM against the connector where nothing is reused",
@@ -47,30 +47,14 @@ COUNTS: dict[str, dict[str, tuple[int, str]]] = {
 PROVING = "let audits below it prove edges, which then repair less (the engine's small_divergence; %(default)s)"
 FAST: dict[str, dict[str, Any]] = {
     "micro": {"repeats": 3},
-    "ttft": {
-        "agents": 3,
-        "prefix": [128],
-        "input": [256],
-        "output": [64],
-        "warmup": 1,
-        "rounds": 1,
-        "warm_rounds": 0,
-        "plain_eager": True,
-    },
-    "serve": {
-        "agents": 2,
-        "prefix": 128,
-        "input": 128,
-        "output": 8,
-        "warmup": 1,
-        "sessions": 2,
-        "concurrency": [2],
-        "plain_eager": True,
-    },
+    "ttft": {"agents": 3, "prefix": [128], "input": [256], "output": [64], "warmup": 1, "rounds": 1, "warm_rounds": 0,
+             "plain_eager": True},
+    "serve": {"agents": 2, "prefix": 128, "input": 128, "output": 8, "warmup": 1, "sessions": 2, "concurrency": [2],
+              "plain_eager": True},
     "turns": {"turns": 4, "rounds": 1, "warmup": 1, "question": 160, "result": 40, "answer": 8},
     "gpu": {"agents": 3, "prefix": 128, "contents": [256], "output": 32, "warmup": 1, "rounds": 1, "decode": 8},
     "overhead": {"input": 128, "output": 8, "rounds": 2, "together": 2},
-}
+}  # fmt: skip
 """What ``--fast`` sets."""
 
 
