@@ -9,6 +9,7 @@ one go and an answer that is hashed block by block give the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcomm_integrations.connector.compat import BlockHasher, Request, block_hasher, rehash
@@ -41,8 +42,13 @@ class HashGuard:
 
     @property
     def inherited(self) -> bool:
-        """They are replaced from where the lineage's past is hidden."""
+        """They are replaced from where the lineage's past goes on."""
         return self._inherited
+
+    @property
+    def forgotten(self) -> bool:
+        """What its lineage has filed is not to be used any more."""
+        return self._lineage.forgotten
 
     @property
     def untouched(self) -> int:
@@ -54,20 +60,26 @@ class HashGuard:
         """The hashes that the request's full blocks have where nothing is hidden."""
         return self._exact if self.active and self._original is not None else self._request.block_hashes
 
-    def inherit(self) -> list[Any] | None:
-        """The hashes under which the lineage's past is filed, if this prompt continues it: nothing is changed yet."""
-        first = self._lineage.root_of(self._request.block_hashes)
-        if self.active or first is None or block_hasher(self._request) is None:
-            return None
-        exact = self._request.block_hashes
-        return [*exact[:first], *map(self._lineage.hide, exact[first:])]
+    def take_over(self, cached: Callable[[Sequence[Any]], int]) -> bool:
+        """Hide every block after those that are found exactly, if the lineage's past goes on from there.
 
-    def take_over(self) -> None:
-        """Use those hashes."""
-        first = self._lineage.root_of(self._request.block_hashes)
-        assert first is not None, "there is nothing to take over"
+        Nothing else could reach further: wherever hidden blocks begin, they reach to the first that is not held.
+
+        Args:
+            cached: how many blocks of these hashes, from the first on, the prefix cache holds.
+
+        Returns:
+            whether it does.
+        """
+        exact = self._request.block_hashes
+        if self.active or not self._lineage.used or self.forgotten or block_hasher(self._request) is None:
+            return False
+        first = cached(exact)
+        if first == len(exact) or not cached([self._lineage.hide(exact[first])]):
+            return False
         self._hide(first)
         self._inherited = True
+        return True
 
     def protect(self, first_approximate: int) -> None:
         """Hide every block from the one that holds token ``first_approximate`` on. Idempotent.
@@ -96,18 +108,13 @@ class HashGuard:
         self._original = block_hasher(self._request)
         if self._original is not None:
             self._exact = list(self._request.block_hashes)
-            self._remember_root()
+            self._lineage.used = True
             rehash(self._request, first, self._hidden_hashes)
 
     def _show(self) -> None:
         if self._first is not None and self._original is not None:
             rehash(self._request, self._first, self._original)
         self._first, self._original = None, None
-
-    def _remember_root(self) -> None:
-        assert self._first is not None
-        if len(self._exact) > self._first:
-            self._lineage.roots[self._exact[self._first]] = True
 
     def _hidden_hashes(self, request: Request) -> list[Any]:
         assert self._original is not None and self._first is not None
@@ -117,7 +124,6 @@ class HashGuard:
             self._exact += self._original(request)
         finally:
             request.block_hashes = shown
-        self._remember_root()
         return [
             self._lineage.hide(value) if number >= self._first else value
             for number, value in enumerate(self._exact[filled:], filled)

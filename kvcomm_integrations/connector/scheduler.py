@@ -39,6 +39,7 @@ from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.job_writer import audit_job, harvest_jobs, load_job, observe_jobs
 from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
 from kvcomm_integrations.planning.lineages import Lineages
+from kvcomm_integrations.planning.plan import Plan
 from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.request_state import RequestState
@@ -168,16 +169,17 @@ class ConnectorScheduler:
         settled = live.guard.active or live.alone or live.preemptions or self._hash_block != self.block_size
         if settled or live.refusal or live.prompt.params.mode is not Mode.AUTO or not self.config.carry:
             return False
-        past = live.guard.inherit()
-        if past is None or self.cached_blocks(past) <= self.cached_blocks(live.request.block_hashes):
-            return False
-        live.guard.take_over()
-        return True
+        return live.guard.take_over(self.cached_blocks)
 
-    def _leave_past(self, live: LiveRequest) -> None:
-        """The request does without the agent's own past, for good."""
-        live.alone = True
+    def _leave_past(self, live: LiveRequest) -> bool:
+        """The request does without the agent's own past, for good.
+
+        Returns:
+            whether vLLM has looked for it and must look again.
+        """
+        live.alone, live.approximate, inherited = True, False, live.guard.inherited
         live.guard.disown()
+        return inherited
 
     def get_num_new_matched_tokens(self, request: Request, exact: int) -> int | None:
         """External tokens for a request about to be admitted, or ``None``: ask again next step.
@@ -195,10 +197,13 @@ class ConnectorScheduler:
             return external
         except Exception as error:  # a fault in planning costs the reuse of one request, nothing else
             logger.exception("Planning request %s failed; it is served densely", request.request_id)
+            hidden = live.guard.inherited or (live.guard.active and live.preemptions > 0)  # it may have found estimates
             self._forget_plan(live)
+            self._leave_past(live)
+            live.carried = live.carried_estimate = 0
             live.reason = live.refusal = f"planning failed ({type(error).__name__})"
             self.breaker.fault("plan", str(error))
-            return 0
+            return None if hidden else 0
 
     def _match(self, live: LiveRequest, exact: int) -> int | None:
         started = time.perf_counter()
@@ -211,13 +216,15 @@ class ConnectorScheduler:
         live.reason = live.refusal
         live.contribution = replace(live.contribution, audits=())
         if live.guard.active and live.preemptions:  # its plan was carried out: the rest is computed, still kept apart
+            if live.guard.forgotten:
+                self._leave_past(live)
+                return None
             live.reason = "preempted, then computed"
-            live.exact = min(live.exact, live.guard.untouched)
+            self._note_carried(live)
             live.held = self.planner.look_up(live.prompt)
             return 0
         if live.refusal or live.prompt.params.mode is Mode.DENSE:
-            self._leave_past(live)
-            return 0
+            return None if self._leave_past(live) else 0
         if self._take_over(live):
             return None
         if live.guard.inherited and not self._carries(live, exact):
@@ -243,8 +250,7 @@ class ConnectorScheduler:
             return 0
         if live.dense_instead is None:
             live.dense_instead = self.planner.dense_instead(prompt, live.planned)
-        if live.dense_instead and live.guard.inherited:
-            self._leave_past(live)
+        if live.dense_instead and self._leave_past(live):
             return None
         if live.dense_instead:
             live.reason = live.dense_instead
@@ -274,14 +280,21 @@ class ConnectorScheduler:
             whether what it has found still stands.
         """
         found = exact // self._hash_block
-        if exact > live.guard.untouched and self.cached_blocks(live.guard.exact_hashes[:found]) < found:
-            live.carried = live.exact - live.guard.untouched
-            hidden = live.request.block_hashes[live.guard.untouched // self._hash_block : found]
-            live.carried_estimate = self.lineages.estimates(hidden)
+        if exact <= live.guard.untouched:  # evicted since it was looked for: what was found is exact
+            self._leave_past(live)
             return True
-        gone = exact <= live.guard.untouched  # evicted since it was looked for: what was found is exact
-        self._leave_past(live)
-        return gone
+        if live.guard.forgotten or self.cached_blocks(live.guard.exact_hashes[:found]) == found:
+            self._leave_past(live)
+            return False
+        self._note_carried(live)
+        return True
+
+    def _note_carried(self, live: LiveRequest) -> None:
+        """Of what vLLM has found, hidden blocks are the agent's own past."""
+        exact = live.guard.untouched
+        live.carried = max(0, live.exact - exact)
+        hidden = live.request.block_hashes[exact // self._hash_block : -(-live.exact // self._hash_block)]
+        live.carried_estimate = min(live.carried, self.lineages.estimates(hidden))
 
     def _wants_reserved(self, live: LiveRequest, exact: int) -> bool:
         """Another request is computing a content that this one could load."""
@@ -302,6 +315,9 @@ class ConnectorScheduler:
             self._forget_plan(live)
             live.reason = "vLLM did not take the plan"
         live.blocks = tuple(blocks)
+        if live.guard.active:
+            written = live.plan or Plan(live.exact, live.exact)
+            self.lineages.note_estimates(written, request.block_hashes, self._hash_block)
         if live.admitted:
             return
         live.admitted = True
@@ -372,9 +388,7 @@ class ConnectorScheduler:
         try:
             self.meter.acknowledged(report)
             self._reports.take_in(report, self._live)
-            for req_id, result in report.loads.items():
-                if result.fault and req_id in self._live:
-                    self.lineages.forget(self._live[req_id].prompt)
+            self._forget_spoilt(report)
             if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
                 self._finished = [LastJobs(last.req_id, [], [], []) for last in self._finished]
                 self.lineages.clear()
@@ -387,6 +401,13 @@ class ConnectorScheduler:
         for req_id, result in report.loads.items():
             if req_id in self._live:
                 self._live[req_id].result = result
+        self._forget_spoilt(report)
+
+    def _forget_spoilt(self, report: WorkerReport) -> None:
+        """Where a load has failed, nobody goes on from what it has left."""
+        for req_id, result in report.loads.items():
+            if result.fault and req_id in self._live:
+                self.lineages.forget(self._live[req_id].prompt)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -426,8 +447,6 @@ class ConnectorScheduler:
         if live.prompt.params.release and self.config.isolation is Isolation.SESSION:
             self.index.withdraw_scope(live.prompt.scope)
             self.lineages.forget_session(live.prompt.params.tenant, live.prompt.params.session)
-        if live.plan is not None and live.result is not None and not live.result.fault:
-            self.lineages.note_estimates(live.plan, live.request.block_hashes, self._hash_block)
         report = live.report()
         self.meter.finished(report, computed=live.prompt_done)
         return bool(last), {WIRE_KEY: report.model_dump(mode="json")}

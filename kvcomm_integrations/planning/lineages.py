@@ -2,13 +2,14 @@
 
 The next turn of a conversation repeats the agent's last prompt word for word, its answer included. Blocks that hold an
 estimate are hidden from the exact prefix cache under hashes that only their *lineage* can compute: the requests of one
-tenant, session, agent and policy. A request of the lineage whose tokens agree up to the end of the first hidden block
-takes them over, by vLLM's own prefix cache, with its reference counts and its eviction. Nobody else finds them.
+tenant, session, agent and policy. A request of the lineage takes them over where its tokens agree and nothing exact
+reaches as far, by vLLM's own prefix cache, with its reference counts and its eviction. Nobody else finds them.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -20,14 +21,8 @@ from kvcomm_integrations.planning.resolved_prompt import ResolvedPrompt
 
 MOST_LINEAGES = 1 << 14
 """Lineages that are remembered; the least recently used one is forgotten, and with it what it could find again."""
-MOST_ROOTS = 64
-"""First hidden blocks that are remembered of a lineage: one for each fork of its conversation."""
 MOST_BLOCKS = 1 << 17
 """Blocks of which it is remembered how many of their tokens are an estimate."""
-
-
-def _few() -> LRUCache[bytes, bool]:
-    return LRUCache(MOST_ROOTS)
 
 
 @dataclass(eq=False)
@@ -35,16 +30,14 @@ class Lineage:
     """What the requests of one agent in one session have in common."""
 
     secret: bytes = field(default_factory=lambda: os.urandom(16))
-    roots: LRUCache[bytes, bool] = field(default_factory=_few)
-    """Exact hashes of first hidden blocks."""
+    used: bool = False
+    """Blocks may be filed under its hashes."""
+    forgotten: bool = False
+    """None of them is to be found any more, not even by requests that arrived while they were."""
 
     def hide(self, exact: bytes) -> bytes:
         """The hash under which a block with an estimate is filed, from the exact one of its tokens and all before."""
         return blake2b(exact, key=self.secret, digest_size=32).digest()
-
-    def root_of(self, hashes: Sequence[bytes]) -> int | None:
-        """The first block of a prompt that is hidden, by the exact hashes of its blocks; ``None``: none of them is."""
-        return next((number for number, value in enumerate(hashes) if value in self.roots), None)
 
 
 class Lineages:
@@ -63,35 +56,45 @@ class Lineages:
 
     def forget(self, prompt: ResolvedPrompt) -> None:
         """What a lineage has filed is not found again by anyone: its blocks may not hold what they should."""
-        self._known.pop(_key(prompt), None)
+        self._forget(_key(prompt))
 
     def forget_session(self, tenant: str, session: str) -> None:
         """Forget the lineages of all agents of a session."""
         for key in [key for key in self._known if key[:2] == (tenant, session)]:
-            del self._known[key]
+            self._forget(key)
 
     def clear(self) -> None:
         """Forget all of them, as after a change of the model's weights."""
-        self._known.clear()
+        for key in list(self._known):
+            self._forget(key)
         self._estimated.clear()
 
     def note_estimates(self, plan: Plan, hashes: Sequence[bytes], block: int) -> None:
-        """Remember how many tokens of each block a plan has loaded.
+        """Remember how many tokens of each block a plan loads.
 
         Args:
-            plan: it has been carried out.
-            hashes: under which the request's blocks are filed.
+            plan: of a request that has been given blocks.
+            hashes: under which they are filed.
             block: tokens of a block.
         """
+        loaded: Counter[int] = Counter()
         for span in plan.spans:
             for number in () if span.exact else range(span.start // block, -(-span.end // block)):
-                if number < len(hashes):
-                    tokens = min(span.end, (number + 1) * block) - max(span.start, number * block)
-                    self._estimated[hashes[number]] = min(block, self._estimated.get(hashes[number], 0) + tokens)
+                loaded[number] += min(span.end, (number + 1) * block) - max(span.start, number * block)
+        for number in range(plan.exact // block, len(hashes)):  # these are written anew
+            if loaded[number]:
+                self._estimated[hashes[number]] = loaded[number]
+            else:
+                self._estimated.pop(hashes[number], None)
 
     def estimates(self, hashes: Iterable[bytes]) -> int:
         """Tokens of these blocks whose KV is an estimate, as far as that is remembered."""
         return sum(self._estimated.get(value, 0) for value in hashes)
+
+    def _forget(self, key: tuple[str, ...]) -> None:
+        lineage = self._known.pop(key, None)
+        if lineage is not None:
+            lineage.forgotten = True
 
 
 def _key(prompt: ResolvedPrompt) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Random lives of many requests, with a stand-in for vLLM's scheduler and a worker that checks every order it gets.
 
 The stand-in keeps, for every token of every request, whether its KV is exact or an estimate, so that it knows what may
-be in the exact prefix cache, what a reference really holds, and what a report may claim.
+be in the exact prefix cache, what a reference really holds, and what a report may claim. Of every block that holds an
+estimate, or was computed over one, it knows the lineage that has made it: nobody else may find it (invariants 2 and 5).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from random import Random
@@ -24,13 +26,21 @@ from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.planning.entries import EntryState
 from kvcomm_integrations.planning.jobs import AuditResult, LoadJob, LoadResult, LoadSpan
 from kvcomm_integrations.planning.reference_index import ACKNOWLEDGE_STEPS
-from kvcomm_integrations.wire import WIRE_KEY, RequestReport
+from kvcomm_integrations.wire import TREATMENTS, WIRE_KEY, RequestReport
 from tests.connector.standins import BLOCK, BYTES_PER_TOKEN, exact_hashes, make_half, make_request, segment
 
 SCENARIOS = 300
 ADAPTER = LoRARequest("adapter", 1, "adapter")
 Names = tuple[str, str, str]
 """Salt, tenant and session."""
+Lineage = tuple[str, str, str, str]
+"""Tenant, session, agent and policy."""
+Parts = list[tuple[str, list[int]]]
+"""Segments of a prompt by name; template text has none."""
+TALKS = 6
+"""Conversations that may be gone on with, of those that came last."""
+LONGEST = 350
+"""Tokens of a conversation that is still gone on with."""
 NAMES: list[Names] = [
     ("", "t", "s"),
     ("", "t", "r"),
@@ -63,6 +73,26 @@ class Live:
     """It was admitted with a plan that holds estimates."""
     weights: int = 0
     """Changes of weights before it was admitted."""
+    lineage: Lineage | None = None
+    era: int = 0
+    """How often its lineage had been forgotten when it arrived."""
+    mode: str = ""
+    release: bool = False
+    agent: int = 0
+    parts: Parts = field(default_factory=list)
+    carried: int = 0
+    """Tokens of its prompt that it has found of its lineage's past, since it was admitted last."""
+    hit: int = 0
+    """Tokens that it has found in the prefix cache, likewise."""
+
+    plain: list[bytes] = field(default_factory=list)
+
+    @property
+    def plain_hashes(self) -> list[bytes]:
+        """The chain that a plain request with its tokens would have."""
+        if len(self.plain) != self.request.num_tokens // BLOCK:
+            self.plain = exact_hashes(self.request)
+        return self.plain
 
     @property
     def ids(self) -> list[int]:
@@ -80,6 +110,10 @@ class Cached:
     """Per token of the block, whether its KV is exact."""
     owner: str
     weights: int
+    lineage: Lineage | None
+    era: int
+    hidden: bool
+    """It is filed under a hash that only its lineage can compute."""
     written: bool = False
 
 
@@ -92,6 +126,17 @@ class Held:
     agent: str
     fixed: bool
     exact: bool
+
+
+@dataclass
+class Talk:
+    """A conversation, up to an answer of its agent."""
+
+    names: Names
+    agent: int
+    parts: Parts
+    hidden: bool = False
+    """Something of it was an estimate."""
 
 
 class World:
@@ -123,6 +168,11 @@ class World:
         self.injected: Counter[str] = Counter()
         """What has gone wrong on purpose."""
         self.audits = 0
+        self.talks: list[Talk] = []
+        self.eras: Counter[Lineage] = Counter()
+        """How often each lineage has been forgotten."""
+        self.statistics: Counter[str] = Counter()
+        self.half.cached_blocks = self.cached
         self.half.block_ids = lambda req_id: self.lives[req_id].blocks
         self.trouble = rnd.choice([0.0, 0.05, 0.2])
         """Chance of preemption, failed allocation, failed harvest, fault, lost answer, abort."""
@@ -149,19 +199,22 @@ class World:
 
     def arrive(self) -> None:
         rnd = self.random
-        names = rnd.choice(NAMES[: rnd.choice([1, len(NAMES)])])
+        talk = self.talk()
+        names, agent, parts = talk.names, talk.agent, list(talk.parts)
         salt, tenant, session = names
-        agent = rnd.randrange(3)
-        prompt, segments = list(self.systems[agent]), []
         for number in range(rnd.randrange(1, 4)):
             said = self.answers.get(names, [])
             content = list(rnd.choice(said) if said and rnd.random() < 0.5 else rnd.choice(self.contents))
             if rnd.random() < 0.4:
                 content = content[rnd.randrange(3) : len(content) - rnd.randrange(3)] or content
-            segments.append(segment("placeholder", len(prompt), len(prompt) + len(content), f"p{number}"))
-            prompt += content + [3000 + number] * rnd.randrange(9)
+            parts += [(f"p{number}", content), ("", [3000 + number] * rnd.randrange(9))]
         if rnd.random() < 0.8:
-            prompt += [4000 + i for i in range(rnd.randrange(1, 30))]
+            parts.append(("", [4000 + i for i in range(rnd.randrange(1, 30))]))
+        prompt, segments = [], []
+        for name, ids in parts:
+            if name:
+                segments.append(segment("placeholder", len(prompt), len(prompt) + len(ids), name))
+            prompt += ids
         params: Any = {
             "agent": f"a{agent}",
             "tenant": tenant,
@@ -171,6 +224,8 @@ class World:
         }
         if rnd.random() < 0.05:
             params["release"] = True
+        if rnd.random() < 0.05:
+            params["policy"] = "aligned"
         lora = rnd.random() < 0.05
         if rnd.random() < 0.7:
             params["response_name"] = f"agent:a{agent}:response"
@@ -189,11 +244,48 @@ class World:
             names,
             rnd.choice([1, rnd.randrange(1, 10), rnd.randrange(9, 20)]),
             lora=lora,
+            agent=agent,
+            parts=parts,
         )
+        if isinstance(params, dict) and "mode" in params:
+            policy = params.get("policy", self.half.config.policy)
+            live.mode, live.release = params["mode"], "release" in params
+            live.lineage = (tenant, session, f"a{agent}", policy)
+            live.era = self.eras[live.lineage]
         live.may_harvest = not lora and isinstance(params, dict) and "mode" in params and params["mode"] != "dense"
         self.lives[live.request.request_id] = live
         self.half.on_new_request(live.request)
         self.waiting.append(live)
+
+    def talk(self) -> Talk:
+        """What a prompt begins with: a conversation as it was, forked or edited, or a new one."""
+        rnd = self.random
+        if not self.talks or rnd.random() < 0.4:
+            agent = rnd.randrange(3)
+            return Talk(rnd.choice(NAMES[: rnd.choice([1, len(NAMES)])]), agent, [("", self.systems[agent])])
+        hidden = [talk for talk in self.talks if talk.hidden]
+        talk, change = rnd.choice(hidden if hidden and rnd.random() < 0.8 else self.talks), rnd.random()
+        if change < 0.1:  # back in time
+            return Talk(talk.names, talk.agent, talk.parts[: rnd.randrange(1, len(talk.parts) + 1)])
+        if change < 0.2:  # another history
+            parts = [(name, list(ids)) for name, ids in talk.parts]
+            edited = rnd.choice([ids for _, ids in parts if ids])
+            edited[rnd.randrange(len(edited))] += 1
+            return Talk(talk.names, talk.agent, parts)
+        if change < 0.3:  # the same words in another session or to another agent
+            return Talk(rnd.choice(NAMES), rnd.choice([talk.agent, rnd.randrange(3)]), talk.parts)
+        return talk
+
+    def cached(self, hashes: Sequence[Any]) -> int:
+        """As vLLM's prefix cache answers it."""
+        held = (self.cache.get(bytes(value)) for value in hashes)
+        missing = (n for n, found in enumerate(held) if found is None or found.weights != self.weights)
+        return next(missing, len(hashes))
+
+    def forget(self, *names: str) -> None:
+        """Lineages that begin with these names were forgotten; with none, all."""
+        for lineage in self.eras:
+            self.eras[lineage] += lineage[: len(names)] == names
 
     def free(self, live: Live) -> None:
         for block in live.blocks:
@@ -202,7 +294,7 @@ class World:
 
     def hit(self, live: Live) -> int:
         """Tokens of the longest cached beginning; checks that nobody gets another's estimates."""
-        count, live.fresh_hit, live.exact = 0, False, []
+        count, live.fresh_hit, live.exact, live.carried = 0, False, [], 0
         request = live.request
         for number, value in enumerate(request.block_hashes):
             end = (number + 1) * BLOCK
@@ -211,14 +303,19 @@ class World:
                 break  # whoever replaces weights empties the prefix cache
             assert cached.prefix == tuple(request.all_token_ids[:end])
             assert (cached.salt, cached.lora) == (live.names[0], live.lora)
-            assert all(cached.flags) or cached.owner == request.request_id, "an estimate was found in the prefix cache"
+            assert all(cached.flags) or cached.hidden, "an estimate was found in the exact prefix cache"
+            assert not cached.hidden or cached.lineage == live.lineage is not None, "another's estimate was found"
+            assert cached.hidden or not live.carried, "what is exact has estimates before it"
+            live.carried += BLOCK * cached.hidden
             live.fresh_hit |= not cached.written
             live.exact += cached.flags
             count = end
+        live.hit = count
         return count
 
     def file(self, live: Live, upto: int) -> None:
         """vLLM files full blocks when it allocates them, before they are computed."""
+        exact = live.plain_hashes
         for number in range(upto // BLOCK):
             end = (number + 1) * BLOCK
             value = bytes(live.request.block_hashes[number])
@@ -233,11 +330,14 @@ class World:
                     flags,
                     live.request.request_id,
                     live.weights,
+                    live.lineage,
+                    live.era,
+                    value != exact[number],
                     written,
                 )
             else:
                 assert found.prefix == tuple(live.request.all_token_ids[:end])
-                assert found.flags == flags or found.owner == live.request.request_id
+                assert found.flags == flags or (found.hidden and found.lineage == live.lineage)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +347,14 @@ class World:
         while self.reports and (calm or self.reports[0][0] <= self.now):
             report = self.reports.popleft()[1]
             self.acknowledged |= {ref for ref, ranks in report.stored.items() if ranks == self.ranks}
+            weights = half.workers.weights
             half.update_connector_output(report)
+            for req_id, result in report.loads.items():
+                lineage = self.lives[req_id].lineage if req_id in self.lives else None
+                if result.fault and lineage is not None:
+                    self.forget(*lineage)
+            if half.workers.weights != weights:
+                self.forget()
         trouble = 0.0 if calm else self.trouble
         scheduled: dict[str, int] = {}
         for live in list(self.running):
@@ -266,6 +373,7 @@ class World:
             if external is None:
                 continue
             assert external >= 0 and (external == 0 or hit + external < live.request.num_prompt_tokens)
+            self.check_past(live, hit)
             self.check_hidden(live, hit, external)
             if rnd.random() < trouble:
                 self.injected["failed allocation"] += 1
@@ -288,7 +396,9 @@ class World:
         for tenant in {entry.reserved.tenant for entry in half.index.entries()}:
             assert half.index.tenant_bytes(tenant) <= half.index.quota
         for live in self.lives.values():
-            assert live.hidden or live.request.block_hashes == exact_hashes(live.request)
+            tracked = self.half._live.get(live.request.request_id)
+            waits = live in self.waiting and tracked is not None and tracked.guard.inherited
+            assert live.hidden or waits or live.request.block_hashes == live.plain_hashes
         self.work(meta, planned, trouble)
         self.sample(scheduled)
         if rnd.random() < trouble:
@@ -296,6 +406,7 @@ class World:
         if rnd.random() < trouble / 5:
             self.injected["reset"] += 1
             half.reset_cache()
+            self.forget()
         if rnd.random() < trouble / 8:
             self.injected["new weights"] += 1
             self.weights += 1
@@ -303,6 +414,7 @@ class World:
         if rnd.random() < trouble / 5:
             _, tenant, session = rnd.choice(NAMES)
             half.release_session(tenant, session)
+            self.forget(tenant, session)
         if rnd.random() < 0.1:
             for value in rnd.sample(list(self.cache), len(self.cache) // 2):
                 del self.cache[value]
@@ -327,17 +439,32 @@ class World:
 
     def check_hidden(self, live: Live, hit: int, external: int) -> None:
         tracked = self.half._live.get(live.request.request_id)
-        hashes, exact = [bytes(h) for h in live.request.block_hashes], exact_hashes(live.request)
+        hashes, exact = [bytes(h) for h in live.request.block_hashes], live.plain_hashes
         plan = tracked.plan if tracked is not None else None
+        border = None
         if external:
             assert plan is not None and (plan.exact, plan.external) == (hit, external)
             if plan.first_approximate is not None:
                 border = plan.first_approximate // BLOCK
-                assert hashes[:border] == exact[:border]
-                assert not set(hashes[border:]) & set(exact)
-                return
-        if tracked is None or not tracked.guard.active:
+        if live.carried:
+            border = (hit - live.carried) // BLOCK
+        if border is not None:
+            assert hashes[:border] == exact[:border]
+            assert not set(hashes[border:]) & set(exact)
+        elif not live.request.num_preemptions:
             assert hashes == exact  # whoever plans nothing approximate takes part in the exact prefix cache
+
+    def check_past(self, live: Live, hit: int) -> None:
+        """What was found of the agent's own past may be used by this request."""
+        if not live.carried:
+            return
+        tracked = self.half._live[live.request.request_id]
+        assert live.mode == "auto" and not live.lora
+        if not live.request.num_preemptions:
+            assert not tracked.refusal and not tracked.dense_instead, "an audit, or a lesson, over estimates"
+        assert live.lineage is not None
+        for value in live.request.block_hashes[(hit - live.carried) // BLOCK : hit // BLOCK]:
+            assert self.cache[bytes(value)].era == self.eras[live.lineage], "what was forgotten has been found"
 
     def admit(self, live: Live, hit: int, external: int, scheduled: dict[str, int]) -> None:
         request = live.request
@@ -351,10 +478,14 @@ class World:
         if external:
             assert plan is not None
             live.hidden |= plan.first_approximate is not None
+            self.statistics["loads after a past"] += live.carried > 0
             border = plan.end if plan.first_approximate is None else plan.first_approximate
             live.exact += [all(live.exact)] * (border - hit) + [False] * (plan.end - border)
         else:
             assert plan is None
+        live.hidden |= live.carried > 0
+        self.statistics["carried"] += live.carried
+        self.statistics["requests with a past"] += live.carried > 0
         live.weights = self.weights
         request.num_computed_tokens = hit + external
         request.status = RequestStatus.RUNNING
@@ -497,8 +628,17 @@ class World:
                 content = content[:-1] if status is RequestStatus.FINISHED_STOPPED else content
                 if content:
                     self.answers.setdefault(live.names, []).append(content)
+                    self.go_on(live, content)
                 self.running.remove(live)
                 self.end(live, status)
+
+    def go_on(self, live: Live, content: list[int]) -> None:
+        """The conversation may be gone on with from this answer."""
+        if live.request.num_tokens < LONGEST:
+            answer = (f"agent:a{live.agent}:response", content)
+            parts = [*live.parts, answer, ("", [2000] * self.random.randrange(4))]
+            self.talks.append(Talk(live.names, live.agent, parts, live.hidden))
+            del self.talks[:-TALKS]
 
     def abort(self) -> None:
         victims = [*self.running, *self.waiting]
@@ -518,21 +658,28 @@ class World:
             self.delayed[live.request.request_id] = live
         else:
             self.free(live)
+        if live.release and self.isolation is Isolation.SESSION:
+            self.forget(*live.names[1:])
         if out is not None:
             self.check_report(live, RequestReport.model_validate(out[WIRE_KEY]))
         return kept
 
     def check_report(self, live: Live, report: RequestReport) -> None:
         prompt = live.request.num_prompt_tokens
-        assert report.prompt_tokens == prompt == report.exact + report.loaded + report.repaired + report.computed
-        assert min(report.exact, report.loaded, report.repaired, report.computed) >= 0
+        counts = {treatment: getattr(report, treatment) for treatment in TREATMENTS}
+        assert report.prompt_tokens == prompt == sum(counts.values())
+        assert min(counts.values()) >= 0
+        assert 0 <= report.carried_estimate <= report.carried
         assert report.loaded <= live.loaded  # only what was materialised; fewer where the answer is still on its way
         on_its_way = any(live.request.request_id in job.loads for _, job in self.reports)
         assert on_its_way or live.unreported or report.loaded == live.loaded
         if live.request.num_computed_tokens:
             assert report.exact <= sum(live.exact[:prompt])
+            assert report.carried == max(0, min(live.hit, prompt) - (live.hit - live.carried))
         for part in report.segments:
-            assert part.exact + part.loaded + part.repaired + part.computed == part.end - part.start
+            assert sum(getattr(part, treatment) for treatment in TREATMENTS) == part.end - part.start
+        for treatment, tokens in counts.items():
+            assert tokens == sum(getattr(part, treatment) for part in report.segments)
 
     def drain(self) -> None:
         for _ in range(2000):
@@ -572,14 +719,17 @@ def quiet() -> Any:
 
 @pytest.mark.parametrize("part", range(6))
 def test_nothing_goes_wrong_whatever_happens(part: int) -> None:
-    loads = 0
+    loads, past = 0, Counter[str]()
     for seed in range(part * SCENARIOS // 6, (part + 1) * SCENARIOS // 6):
         try:
-            loads += live_through(seed).loads
+            world = live_through(seed)
+            loads, past = loads + world.loads, past + world.statistics
         except BaseException as error:
             error.add_note(f"scenario {seed}")
             raise
     assert loads > 25  # the scenarios do exercise what they are for
+    assert past["requests with a past"] > 15
+    assert past["loads after a past"] > 5
 
 
 @pytest.mark.reliability

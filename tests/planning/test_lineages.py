@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.planning.lineages import MOST_ROOTS, Lineage, Lineages
+from kvcomm_integrations.planning.lineages import Lineages
 from kvcomm_integrations.planning.plan import Plan, Span
 from kvcomm_integrations.planning.resolved_prompt import ResolvedPrompt, resolve
 from kvcomm_integrations.wire import KVCommParams
@@ -45,35 +45,21 @@ def test_names_do_not_run_together() -> None:
     assert lineages.of(prompt(session="ab", agent="c")) is not lineages.of(prompt(session="a", agent="bc"))
 
 
-def test_the_root_is_the_first_block_that_any_earlier_prompt_has_hidden() -> None:
-    lineage = Lineage()
-    assert lineage.root_of(hashes(1, 2, 3)) is None
-    lineage.roots[hashes(3)[0]] = True
-    assert lineage.root_of(hashes(1, 2, 3, 4)) == 2
-    assert lineage.root_of(hashes(1, 2)) is None
-    lineage.roots[hashes(2)[0]] = True
-    assert lineage.root_of(hashes(1, 2, 3, 4)) == 1
-
-
-def test_roots_are_bounded() -> None:
-    lineage = Lineage()
-    for value in hashes(*range(3 * MOST_ROOTS)):
-        lineage.roots[value] = True
-    assert len(lineage.roots) == MOST_ROOTS
-
-
 def test_what_is_forgotten_gets_another_secret() -> None:
     lineages = Lineages()
-    secret = lineages.of(prompt()).secret
+    before = lineages.of(prompt())
+    secret = before.secret
     for forget in (
         lambda: lineages.forget(prompt()),
         lambda: lineages.forget_session("t", "s"),
         lineages.clear,
     ):
+        assert not lineages.of(prompt()).forgotten
         forget()
         again = lineages.of(prompt()).secret
         assert again != secret
         secret = again
+    assert before.forgotten
     lineages.forget_session("t", "another")
     lineages.forget_session("u", "s")
     assert lineages.of(prompt()).secret == secret
