@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from kvcomm_integrations.connector.block_hashes import HashGuard
 from kvcomm_integrations.connector.metadata import WorkerReport
 from kvcomm_integrations.planning.jobs import LoadResult
-from kvcomm_integrations.planning.lineages import Lineage
 from kvcomm_integrations.wire import WIRE_KEY, RequestReport
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
 
@@ -158,48 +156,6 @@ def test_random_conversations_find_only_what_they_may(options: dict[str, Any]) -
     assert sum(world.carried for world in worlds) > 4000
     assert sum(world.loaded for world in worlds) > 5000
     assert sum(world.after for world in worlds) > 10
-
-
-def holding(*requests: Request) -> Any:
-    """Looks through a cache that holds all blocks of these requests."""
-    cache = {value for request in requests for value in request.block_hashes}
-    return lambda hashes: next((n for n, value in enumerate(hashes) if value not in cache), len(hashes))
-
-
-def test_a_prompt_hashed_in_one_go_finds_an_answer_hashed_block_by_block() -> None:
-    lineage, ids = Lineage(), list(range(3 * BLOCK + 5))
-    first = make_request(ids)
-    HashGuard(first, BLOCK, lineage).protect(BLOCK + 3)
-    for token in range(2 * BLOCK):
-        first.append_output_token_ids(500 + token)
-    later = make_request([*first.all_token_ids, *[7] * BLOCK])
-    guard = HashGuard(later, BLOCK, lineage)
-    assert guard.take_over(holding(first))
-    past = list(later.block_hashes)
-    assert past[: len(first.block_hashes)] == first.block_hashes
-    guard.protect(4 * BLOCK)
-    guard.restore()
-    assert later.block_hashes == past, "a dropped plan leaves the past as it is"
-    guard.disown()
-    assert later.block_hashes == exact_hashes(later)
-
-
-def test_who_differs_before_the_first_hidden_block_ends_has_no_past() -> None:
-    lineage, ids = Lineage(), list(range(4 * BLOCK))
-    first = make_request(ids)
-    HashGuard(first, BLOCK, lineage).protect(BLOCK)
-    found = holding(first)
-    for place in (0, BLOCK, 2 * BLOCK - 1):
-        changed = list(ids)
-        changed[place] += 1
-        assert not HashGuard(make_request(changed), BLOCK, lineage).take_over(found)
-    changed = list(ids)
-    changed[2 * BLOCK] += 1  # a fork after it finds the block before
-    assert HashGuard(make_request(changed), BLOCK, lineage).take_over(found)
-    assert not HashGuard(make_request(ids, salt="another"), BLOCK, lineage).take_over(found)
-    assert not HashGuard(make_request(ids), BLOCK, Lineage()).take_over(found)
-    lineage.forgotten = True
-    assert not HashGuard(make_request(ids), BLOCK, lineage).take_over(found)
 
 
 def test_after_a_load_that_failed_the_lineage_finds_nothing_of_it() -> None:

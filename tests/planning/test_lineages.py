@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcomm_integrations.config import ReuseConfig
-from kvcomm_integrations.planning.lineages import Lineages
+from kvcomm_integrations.planning.lineages import MOST_BLOCKS, MOST_LINEAGES, Lineage, Lineages
 from kvcomm_integrations.planning.plan import Plan, Span
 from kvcomm_integrations.planning.resolved_prompt import ResolvedPrompt, resolve
 from kvcomm_integrations.wire import KVCommParams
@@ -23,6 +25,9 @@ class Request:
 def prompt(**params: str) -> ResolvedPrompt:
     given = {"tenant": "t", "session": "s", "agent": "a", "policy": "ridge", **params}
     return resolve(Request(), KVCommParams(**given), ReuseConfig())  # type: ignore[arg-type]
+
+
+FIRST = prompt()
 
 
 def hashes(*numbers: int) -> list[bytes]:
@@ -73,5 +78,27 @@ def test_estimates_are_counted_by_block() -> None:
     assert [lineages.estimates([value]) for value in filed] == [6, 16, 12]
     assert lineages.estimates(filed) == 34
     assert lineages.estimates(hashes(9)) == 0
+    lineages.note_estimates(plan, filed, BLOCK)  # another request with the same plan, at the same time
+    assert lineages.estimates(filed) == 34
+    lineages.note_estimates(Plan(16, 30, (Span(16, 20, 1),)), filed, BLOCK)  # from there on written anew
+    assert [lineages.estimates([value]) for value in filed] == [6, 4, 0]
     lineages.clear()
     assert lineages.estimates(filed) == 0
+
+
+def test_memory_is_bounded() -> None:
+    lineages = Lineages()
+    first = lineages.of(prompt(session="first"))
+    for number in range(MOST_LINEAGES):
+        lineages.of(replace(FIRST, params=FIRST.params.model_copy(update={"session": f"s{number}"})))
+    assert len(lineages._known) == MOST_LINEAGES
+    assert lineages.of(prompt(session="first")) is not first
+    many = hashes(*range(MOST_BLOCKS + 10))
+    lineages.note_estimates(Plan(0, len(many), (Span(0, len(many), 0),)), many, 1)
+    assert lineages.estimates(many) == MOST_BLOCKS
+
+
+def test_hidden_hashes_look_like_any_other() -> None:
+    lineage, [value] = Lineage(), hashes(7)
+    assert lineage.hide(value) == lineage.hide(value) != value
+    assert len(lineage.hide(value)) == 32
