@@ -7,34 +7,35 @@ from typing import Any
 from rich.console import Console
 
 from kvcomm_integrations.bench.harness import print_table
-from kvcomm_integrations.demo.measure import AgentCalls, Comparison
-
-TOKENS = ("prompt_tokens", "exact", "carried", "loaded", "repaired", "computed")
+from kvcomm_integrations.demo.measure import Comparison
+from kvcomm_integrations.report.words import fixed
+from kvcomm_integrations.wire import TREATMENTS
 
 
 def show(comparison: Comparison) -> None:
     """Print one line per agent to standard output."""
+    agents = comparison.agents()
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     print_table(
         console,
         "Time to first token, dense with prefix caching against KV reuse (medians)",
-        ["agent", "prompt", *TOKENS[1:], "dense ms", "reuse ms", "speed-up", "identical"],
+        ["agent", "prompt", *TREATMENTS, "dense ms", "reuse ms", "speed-up", "identical"],
         (
             (
                 agent.name,
-                *(f"{agent.tokens(kind):.0f}" for kind in TOKENS),
-                f"{agent.ttft_dense_ms:.0f}",
-                f"{agent.ttft_reuse_ms:.0f}",
-                f"{agent.speedup:.2f}x",
-                f"{agent.identical:.0%}",
+                *(f"{tokens:.0f}" for tokens in agent.tokens.values()),
+                fixed(agent.dense_ms, 0),
+                fixed(agent.reuse_ms, 0),
+                f"{fixed(agent.speedup, 2)}x",
+                f"{comparison.identical[agent.name]:.0%}",
             )
-            for agent in comparison.agents
+            for agent in agents
         ),
         left=["agent"],
     )
-    dense_runs = sum(agent.learning for agent in comparison.agents[1:])
+    dense_runs = sum(comparison.learning(agent.name) for agent in agents[1:])
     console.print(
         "Tokens: exact = prefix cache, carried = its own last turn, loaded = another agent's KV, repaired = computed "
         "in the repair pass, computed = vLLM's own forward.\nThe first agent has nobody to load from. "
@@ -45,16 +46,17 @@ def show(comparison: Comparison) -> None:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """The same as a JSON object: ``{"agents": [...], "config": {...}}``; times in milliseconds, tokens as medians."""
-    return {"agents": [_agent(agent) for agent in comparison.agents], "config": comparison.config}
-
-
-def _agent(agent: AgentCalls) -> dict[str, Any]:
-    return {
-        "name": agent.name,
-        **{kind: agent.tokens(kind) for kind in TOKENS},
-        "ttft_dense_ms": round(agent.ttft_dense_ms, 1),
-        "ttft_reuse_ms": round(agent.ttft_reuse_ms, 1),
-        "speedup": round(agent.speedup, 2),
-        "identical_answers": agent.identical,
-        "dense_runs": agent.learning,
-    }
+    agents = [
+        {
+            "name": agent.name,
+            "prompt_tokens": agent.tokens["prompt"],
+            **{kind: agent.tokens[kind] for kind in TREATMENTS},
+            "ttft_dense_ms": round(agent.dense_ms or 0.0, 1),
+            "ttft_reuse_ms": round(agent.reuse_ms or 0.0, 1),
+            "speedup": round(agent.speedup or 0.0, 2),
+            "identical_answers": comparison.identical[agent.name],
+            "dense_runs": comparison.learning(agent.name),
+        }
+        for agent in comparison.agents()
+    ]
+    return {"agents": agents, "config": comparison.config}
