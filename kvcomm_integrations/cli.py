@@ -203,7 +203,7 @@ def _add_state(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
         parser.add_argument("--tenant", help="only this tenant's corrections")
         if action == "load":
             parser.add_argument("--merge", action="store_true", help="in addition to what the server knows")
-        parser.set_defaults(command=_run(f"serve.state_client:{action}"))
+        parser.set_defaults(command=_run("serve.state_client:run_order"), action=action)
 
 
 if __name__ == "__main__":

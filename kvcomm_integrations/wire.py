@@ -31,6 +31,13 @@ MAX_MESSAGE = 1024
 MAX_POSITION = 1 << 53
 
 
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Where a value is not valid and why: ``<field>: <message>``, with ``whole`` where no field is to blame."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or whole
+    return f"{place[:MAX_NAME]}: {first['msg'][:MAX_MESSAGE]}"
+
+
 class SegmentKind(StrEnum):
     """What a segment is: template text, or shared content with a name."""
 
@@ -145,12 +152,9 @@ class KVCommParams(BaseModel):
         try:
             parsed = cls.model_validate(raw)
         except ValidationError as err:
-            first = err.errors(include_input=False, include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "request"
-            message = (
-                f"kv_transfer_params[{WIRE_KEY!r}] is not valid at {where[:MAX_NAME]}: {first['msg'][:MAX_MESSAGE]}"
-            )
-            raise WireError(message) from err
+            raise WireError(
+                f"kv_transfer_params[{WIRE_KEY!r}] is not valid at {first_problem(err, 'request')}"
+            ) from err
         if parsed.segments and parsed.segments[-1].end > num_prompt_tokens:
             last = parsed.segments[-1]
             raise WireError(f"segment {last.name!r} ends at {last.end}, beyond the prompt's {num_prompt_tokens} tokens")

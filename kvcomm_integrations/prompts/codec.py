@@ -108,7 +108,8 @@ class FastCodec(Codec):
         self.control = _controls(data["added_tokens"], None if unk in ends else unk)
         for token in data["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self.control
-        ordinary = _with_full_offsets(data)
+        # Offsets include a token's leading space.
+        ordinary = _rewritten(data, ("pre_tokenizer", "post_processor"), {"ByteLevel": {"trim_offsets": False}})
         bare = _without_prefix(ordinary)
         self.adds_prefix = bare != ordinary
         ordinary_spec = json.dumps(ordinary)
@@ -191,11 +192,6 @@ def _load(spec: str, *, split: bool) -> Any:
     backend.no_padding()
     backend.encode_special_tokens = split
     return backend
-
-
-def _with_full_offsets(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tokenizer, whose offsets include a token's leading space."""
-    return _rewritten(data, ("pre_tokenizer", "post_processor"), {"ByteLevel": {"trim_offsets": False}})
 
 
 def _without_prefix(data: Mapping[str, Any]) -> dict[str, Any]:

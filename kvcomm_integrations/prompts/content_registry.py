@@ -57,7 +57,6 @@ class ContentRegistry:
         self._max_session_bytes = max_session_bytes
         self._max_bytes = max_bytes
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        self._bytes = 0
         self._lock = RLock()
         watch(self)
 
@@ -65,7 +64,6 @@ class ContentRegistry:
         """In a forked child: a free lock, and nothing that a thread of the parent was in the middle of changing."""
         if not self._lock.acquire(blocking=False):
             self._sessions.clear()
-            self._bytes = 0
         self._lock = RLock()
 
     # --- putting in ------------------------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ class ContentRegistry:
             if origin is not Origin.SOURCE:
                 state.by_core.setdefault(content.core, []).append(content)
             state.index.add(content, whole=origin is not Origin.SOURCE, parts=origin is not Origin.PART)
-            self._account(state, size)
+            state.bytes += size
             while len(state.by_id) > self._max_contents or state.bytes > self._max_session_bytes:
                 self._forget(state, next(iter(state.by_id.values())))
             self._shrink(keep=session)
@@ -182,14 +180,13 @@ class ContentRegistry:
     def release(self, session: str) -> None:
         """Forget a session; nothing happens if it is not known."""
         with self._lock:
-            state = self._sessions.pop(session, None)
-            if state:
-                self._bytes -= state.bytes
+            self._sessions.pop(session, None)
 
     @property
     def bytes(self) -> int:
         """About how much all sessions hold, bytes."""
-        return self._bytes
+        with self._lock:
+            return sum(state.bytes for state in self._sessions.values())
 
     def __len__(self) -> int:
         """Number of sessions held."""
@@ -208,24 +205,20 @@ class ContentRegistry:
             self._shrink(keep=session)
         return self._peek(session)
 
-    def _account(self, state: _Session, size: int) -> None:
-        state.bytes += size
-        self._bytes += size
-
     def _forget(self, state: _Session, content: Content) -> None:
         del state.by_id[content.id]
         others = [held for held in state.by_core.pop(content.core, ()) if held is not content]
         if others:
             state.by_core[content.core] = others
         state.index.remove(content)
-        self._account(state, -_size(content))
+        state.bytes -= _size(content)
 
     def _shrink(self, keep: str) -> None:
-        while len(self._sessions) > self._max_sessions or self._bytes > self._max_bytes:
+        while len(self._sessions) > self._max_sessions or self.bytes > self._max_bytes:
             oldest = next(iter(self._sessions))
             if oldest == keep:
                 break
-            self._bytes -= self._sessions.pop(oldest).bytes
+            del self._sessions[oldest]
 
 
 def _size(content: Content) -> int:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.chat_message import ChatMessage
-from kvcomm_integrations.wire import RequestReport
+from kvcomm_integrations.wire import RequestReport, first_problem
 
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "developer": "system", "function": "tool"}
 
@@ -53,17 +53,12 @@ class _Message(BaseModel):
 
     @field_validator("tool_calls")
     @classmethod
-    def _named_calls(cls, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for call in calls:
-            function = call.get("function", call)
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise ValueError(f"tool call {call!r} has no name")
-        return calls
+    def _openai_calls(cls, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_openai_call(call) for call in calls]
 
     def to_chat_message(self) -> ChatMessage:
         """The form prompts are built from."""
-        calls = tuple(call if "function" in call else _openai_call(call) for call in self.tool_calls)
-        return ChatMessage(self.role, self.content, self.name, calls, self.tool_call_id)
+        return ChatMessage(self.role, self.content, self.name, tuple(self.tool_calls), self.tool_call_id)
 
 
 def _block_text(block: Any) -> str:
@@ -73,7 +68,12 @@ def _block_text(block: Any) -> str:
 
 
 def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call.get("name", ""), "arguments": call.get("args", {})}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"tool call {call!r} has no name")
+    if "function" in call:
+        return call
+    function = {"name": call["name"], "arguments": call.get("args", {})}
     return {"id": call.get("id") or "", "type": "function", "function": function}
 
 
@@ -111,7 +111,7 @@ def read_chat(path: Path, agent: str | None = None) -> Chat:
     try:
         file = _File.model_validate({"messages": data} if isinstance(data, list) else data)
     except ValidationError as err:
-        raise ConfigurationError(f"{path} holds no messages: {_first(err)}") from err
+        raise ConfigurationError(f"{path} holds no messages: {first_problem(err, 'file')}") from err
     messages = tuple(message.to_chat_message() for message in file.messages)
     return Chat(agent or file.agent or path.stem, messages, tuple(file.tools or ()), file.answer)
 
@@ -133,7 +133,7 @@ def read_report(path: Path) -> RequestReport:
     try:
         return RequestReport.model_validate(data)
     except ValidationError as err:
-        raise ConfigurationError(f"{path} holds no report: {_first(err)}") from err
+        raise ConfigurationError(f"{path} holds no report: {first_problem(err, 'file')}") from err
 
 
 def _read_json(path: Path) -> Any:
@@ -145,8 +145,3 @@ def _read_json(path: Path) -> Any:
         ) from err
     except (OSError, UnicodeDecodeError, RecursionError) as err:
         raise ConfigurationError(f"{path} cannot be read: {err}") from err
-
-
-def _first(err: ValidationError) -> str:
-    first = err.errors(include_input=False, include_url=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'file'}: {first['msg']}"

@@ -44,17 +44,13 @@ def agent_table(records: Sequence[RunRecord]) -> str:
     return render("agent_table.html", agents=by_agent(records))
 
 
-def content_policy(script: str = "") -> str:
-    """A content security policy that allows the page's own style and script, and nothing else."""
-    style_hash = _hash(asset("style.css"))
-    allowed = f"; script-src '{_hash(script)}'; connect-src 'self'" if script else ""
-    return f"default-src 'none'; style-src '{style_hash}'; img-src data:; base-uri 'none'; form-action 'none'{allowed}"
-
-
 def _frame(title: str, script: str = "") -> dict[str, Any]:
-    """What stands around the panels."""
-    policy = content_policy(script)
-    return {"title": title, "sections": SECTIONS, "policy": policy, "style": asset("style.css"), "script": script}
+    """What stands around the panels. The content security policy allows the page's own style and script only."""
+    style = asset("style.css")
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    if script:
+        policy += f"; script-src '{_hash(script)}'; connect-src 'self'"
+    return {"title": title, "sections": SECTIONS, "policy": policy, "style": style, "script": script}
 
 
 def _values(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvcomm_integrations.chat.request_log import RunRecord
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.report.figures import by_agent
 from kvcomm_integrations.report.page import agent_table, page
+from kvcomm_integrations.wire import first_problem
 
 
 class RunReport:
@@ -104,21 +105,17 @@ class RunReport:
 
 
 def _parse(path: Path, content: str) -> list[RunRecord]:
-    if content.lstrip().startswith("["):
-        try:
-            rows = json.loads(content)
-        except ValueError as err:
-            raise ConfigurationError(f"{path} is not valid JSON: {err}") from err
-        return [_record(path, number, row) for number, row in enumerate(rows, 1)]
-    records = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
+    whole = content.lstrip().startswith("[")
+    rows: dict[int, Any] = {}
+    for number, text in enumerate([content] if whole else content.splitlines(), 1):
+        if text.strip():
             try:
-                row = json.loads(line)
+                rows[number] = json.loads(text)
             except ValueError as err:
-                raise ConfigurationError(f"{path} is not JSON lines: line {number}: {err}") from err
-            records.append(_record(path, number, row))
-    return records
+                where = "valid JSON" if whole else f"JSON lines: line {number}"
+                raise ConfigurationError(f"{path} is not {where}: {err}") from err
+    entries = enumerate(rows[1], 1) if whole else rows.items()
+    return [_record(path, number, row) for number, row in entries]
 
 
 def _record(path: Path, number: int, row: Any) -> RunRecord:
@@ -129,9 +126,7 @@ def _record(path: Path, number: int, row: Any) -> RunRecord:
     try:
         return RunRecord.model_validate(row)
     except ValidationError as err:
-        first = err.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{path} holds no run: entry {number}, {where}: {first['msg']}") from err
+        raise ConfigurationError(f"{path} holds no run: entry {number}, {first_problem(err, 'request')}") from err
 
 
 def read_runs(paths: Sequence[Path]) -> RunReport:

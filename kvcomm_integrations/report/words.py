@@ -8,8 +8,9 @@ from kvcomm_integrations.wire import TREATMENTS, SegmentReport
 
 STYLES = dict(zip(TREATMENTS, ("green", "blue", "cyan", "yellow", "red"), strict=True))
 """Colours of what became of tokens, in the terminal."""
-_PICTURES = 0x2400
-"""Start of Unicode's pictures of control characters."""
+_SHOWN = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_SHOWN |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), 0x202A, 0x202B, 0x202D, 0x202E), "\ufffd")
+"""What stands for characters that a terminal or browser would obey: Unicode has pictures of control characters."""
 
 
 def milliseconds(value: float | None) -> str:
@@ -43,12 +44,4 @@ def segment_title(segment: SegmentReport) -> str:
 
 def visible(text: str) -> str:
     """``text`` with control characters as pictures, and nothing that turns the direction of writing."""
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    if character < " " and character not in "\n\t":
-        return chr(_PICTURES + ord(character))
-    if "\x7f" <= character <= "\x9f" or "\ud800" <= character <= "\udfff" or character in "\u202a\u202b\u202d\u202e":
-        return "\ufffd"
-    return character
+    return text.translate(_SHOWN)

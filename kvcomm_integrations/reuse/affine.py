@@ -76,10 +76,10 @@ class Correction:
             hidden.baddbmm_(down_values[heads], values.mT)
             if self.trust != 1:
                 hidden[:, :-1] *= self.trust
-            out = KV(scratch.keys(count, kv_heads, tokens, dim), scratch.values(count, kv_heads, tokens, dim))
-            torch.baddbmm(keys, up_keys[heads], hidden, out=out.keys.view(batch, dim, tokens))
+            out = scratch.estimate(count, kv_heads, tokens, dim)
+            torch.baddbmm(keys, up_keys[heads], hidden, out=out.keys.mT.view(batch, dim, tokens))
             torch.baddbmm(values, hidden.mT, up_values[heads], out=out.values.view(batch, tokens, dim))
-            yield layers, KV(out.keys.transpose(2, 3), out.values)
+            yield layers, out
 
 
 def _floats(name: str, part: torch.Tensor, scratch: Scratch) -> torch.Tensor:

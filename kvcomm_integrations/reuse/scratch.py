@@ -42,13 +42,10 @@ class Scratch:
             buffer = self._buffers[name] = torch.empty(size, device=self.device)
         return buffer[:size].view(shape)
 
-    def keys(self, layers: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
-        """Room for keys channel by channel, ``(layers, heads, dim, tokens)``."""
-        return self.take("keys", layers, heads, dim, tokens)
-
-    def values(self, layers: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
-        """Room for values token by token, ``(layers, heads, tokens, dim)``."""
-        return self.take("values", layers, heads, tokens, dim)
+    def estimate(self, layers: int, heads: int, tokens: int, dim: int) -> KV:
+        """Room for KV ``(layers, heads, tokens, dim)``, the keys a view of memory ordered channel by channel."""
+        keys = self.take("keys", layers, heads, dim, tokens).transpose(2, 3)
+        return KV(keys, self.take("values", layers, heads, tokens, dim))
 
     def chunks(self, shape: torch.Size, first: int = 0) -> Iterator[slice]:
         """Layers from ``first`` on, in slices whose keys and values fit into ``chunk_bytes``.
@@ -69,7 +66,5 @@ class Scratch:
         """
         total, heads, tokens, dim = kv.keys.shape
         for layers in self.chunks(torch.Size((total if end is None else end, heads, tokens, dim)), first):
-            count = layers.stop - layers.start
-            keys = self.keys(count, heads, tokens, dim).transpose(2, 3)
-            values = self.values(count, heads, tokens, dim)
-            yield layers, KV(keys.copy_(kv.keys[layers]), values.copy_(kv.values[layers]))
+            room = self.estimate(layers.stop - layers.start, heads, tokens, dim)
+            yield layers, KV(room.keys.copy_(kv.keys[layers]), room.values.copy_(kv.values[layers]))

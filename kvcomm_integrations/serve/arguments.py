@@ -21,6 +21,7 @@ from kvcomm_integrations.engines.model_support import read_config, unsupported_m
 from kvcomm_integrations.errors import ConfigurationError, MissingDependencyError
 from kvcomm_integrations.serve.names import HEADER_VARIABLE, KEYS_VARIABLE, LIVE_VARIABLE
 from kvcomm_integrations.serve.tenants import read_keys
+from kvcomm_integrations.wire import first_problem
 
 MIDDLEWARE = "kvcomm_integrations.serve.middleware.KVCommMiddleware"
 
@@ -135,10 +136,9 @@ def _program(distribution: str, model: str) -> tuple[str, ...]:
 
 def _defaults(on_cpu: bool, options: Sequence[str]) -> list[str]:
     """What an engine in process has by default as well, where the user says nothing else."""
+    defaults = []
     if given(options, "enable-prompt-tokens-details") is given(options, "no-enable-prompt-tokens-details") is None:
-        defaults = ["--enable-prompt-tokens-details"]
-    else:
-        defaults = []
+        defaults.append("--enable-prompt-tokens-details")
     if on_cpu and given(options, "enforce-eager") is given(options, "no-enforce-eager") is None:
         defaults.append("--enforce-eager")
     cache = vllm_args.cpu_defaults().get("kv_cache_memory_bytes")
@@ -151,9 +151,7 @@ def _reuse_config(text: str) -> ReuseConfig:
     try:
         return ReuseConfig.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the value"
-        message = f"--reuse {text!r} is not valid at {where}: {first['msg']}"
+        message = f"--reuse {text!r} is not valid at {first_problem(error, 'the value')}"
         hint = """it is a JSON object of reuse settings, such as '{"policy": "ridge"}'"""
         raise ConfigurationError(f"{message}; {hint}") from error
 

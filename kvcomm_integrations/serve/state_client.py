@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,18 +16,13 @@ TIMEOUT_S = 600.0
 """Longest wait for a large state to be written or read, seconds."""
 
 
-def _command(action: str) -> Callable[[argparse.Namespace], int]:
-    def run(args: argparse.Namespace) -> int:
-        body = {name: getattr(args, name) for name in ("name", "tenant", "merge") if hasattr(args, name)}
-        done = order(args.server, action, body)
-        edges = f"{done['edges']} edges"
-        print(f"{args.name}: {edges}, {done['examples']} examples" if "name" in body else f"{edges} forgotten")
-        return 0
-
-    return run
-
-
-save, load, clear = _command("save"), _command("load"), _command("clear")
+def run_order(args: argparse.Namespace) -> int:
+    """Send the order ``args.action`` and print what came of it."""
+    body = {name: getattr(args, name) for name in ("name", "tenant", "merge") if hasattr(args, name)}
+    done = order(args.server, args.action, body)
+    edges = f"{done['edges']} edges"
+    print(f"{args.name}: {edges}, {done['examples']} examples" if "name" in body else f"{edges} forgotten")
+    return 0
 
 
 def order(server: str, action: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcomm_integrations.errors import StateFileError
-from kvcomm_integrations.wire import MAX_NAME, WIRE_VERSION
+from kvcomm_integrations.wire import MAX_NAME, WIRE_VERSION, first_problem
 
 FORMAT = 1
 """Version of the file format; raised whenever older readers would misread a file."""
@@ -171,9 +171,7 @@ def parse_manifest(metadata: Mapping[str, str] | None, where: str) -> StateManif
     try:
         manifest = StateManifest.model_validate(parsed)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "manifest"
-        raise StateFileError(f"{where}: the manifest is not valid at {place}: {first['msg']}") from error
+        raise StateFileError(f"{where}: the manifest is not valid at {first_problem(error, 'manifest')}") from error
     if manifest.heads.end > manifest.model.kv_heads:
         raise StateFileError(
             f"{where} has heads up to {manifest.heads.end} of a model with {manifest.model.kv_heads}: it is damaged"

@@ -34,22 +34,8 @@ class CacheBlend(Policy):
         self._check_range("share", 0, 1)
 
     def select(self, estimate: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-        return select_deviating(estimate, truth, self.share)
-
-
-def select_deviating(estimate: torch.Tensor, truth: torch.Tensor, share: float) -> torch.Tensor:
-    """The tokens whose estimate is furthest from the truth.
-
-    Args:
-        estimate: keys or values of layer 1, ``(kv_heads, tokens, head_dim)``.
-        truth: the same, recomputed.
-        share: share of tokens wanted, rounded up.
-
-    Returns:
-        their indices ``(count,)``, ascending.
-    """
-    if estimate.shape != truth.shape:
-        raise ValueError(f"estimate {tuple(estimate.shape)} and truth {tuple(truth.shape)} differ in shape")
-    deviation = (estimate.float() - truth.float()).square().sum(dim=(0, 2))
-    count = math.ceil(share * len(deviation))
-    return deviation.topk(count).indices.sort().values
+        """The ``share`` of tokens, rounded up, whose estimate is furthest from the truth; see `Policy.select`."""
+        if estimate.shape != truth.shape:
+            raise ValueError(f"estimate {tuple(estimate.shape)} and truth {tuple(truth.shape)} differ in shape")
+        deviation = (estimate.float() - truth.float()).square().sum(dim=(0, 2))
+        return deviation.topk(math.ceil(self.share * len(deviation))).indices.sort().values
