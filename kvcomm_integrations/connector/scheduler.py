@@ -296,6 +296,12 @@ class ConnectorScheduler:
         hidden = live.request.block_hashes[exact // self._hash_block : -(-live.exact // self._hash_block)]
         live.carried_estimate = min(live.carried, self.lineages.estimates(hidden))
 
+    def _note_estimates(self, live: LiveRequest) -> None:
+        """Remember how much of the blocks a request has written is an estimate; again once more of them are full."""
+        if live.admitted and live.guard.active:
+            written = live.plan or Plan(live.exact, live.exact)
+            self.lineages.note_estimates(written, live.request.block_hashes, self._hash_block)
+
     def _wants_reserved(self, live: LiveRequest, exact: int) -> bool:
         """Another request is computing a content that this one could load."""
         return any(
@@ -315,12 +321,10 @@ class ConnectorScheduler:
             self._forget_plan(live)
             live.reason = "vLLM did not take the plan"
         live.blocks = tuple(blocks)
-        if live.guard.active:
-            written = live.plan or Plan(live.exact, live.exact)
-            self.lineages.note_estimates(written, request.block_hashes, self._hash_block)
         if live.admitted:
             return
         live.admitted = True
+        self._note_estimates(live)
         if not live.refusal and live.prompt.params.mode is not Mode.DENSE:
             reserved = self.reservations.reserve_prompt(live.prompt, live.held, approximate=live.approximate)
             live.contribution = replace(reserved, audits=live.contribution.audits)
@@ -432,6 +436,7 @@ class ConnectorScheduler:
 
     def _end(self, live: LiveRequest, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
         self._notice_preemption(live)
+        self._note_estimates(live)
         self.index.scopes.leave(live.prompt.scope, self.index.clock())
         if live in self._planned:
             self._planned.remove(live)
@@ -499,6 +504,7 @@ class ConnectorScheduler:
         if live.request.num_preemptions == live.preemptions:
             return
         live.preemptions = live.request.num_preemptions
+        self._note_estimates(live)
         self.reservations.give_up(live.contribution)
         live.contribution = Contribution()
         live.plan, live.result = None, None
