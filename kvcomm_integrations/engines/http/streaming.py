@@ -17,7 +17,7 @@ from typing import Any
 from kvcomm_integrations.engines.http.handshake import Server
 from kvcomm_integrations.engines.interface import Delta, GenerationRequest, TokenLogprob
 from kvcomm_integrations.errors import ServerError
-from kvcomm_integrations.wire import RequestReport
+from kvcomm_integrations.wire import TREATMENTS, RequestReport
 
 _SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -100,7 +100,7 @@ async def read_deltas(
             "its log"
         )
     details = usage.get("prompt_tokens_details") or {}
-    reused = report.prompt_tokens - report.computed if report is not None else 0
+    reused = sum(getattr(report, kind) for kind in TREATMENTS[:-1]) if report is not None else 0
     yield replace(
         last,
         prompt_tokens=len(request.prompt.token_ids),
