@@ -1,8 +1,8 @@
 """The papers' set-up, and longer contents, in one command: what reuse gains on a GPU and what it costs there.
 
 One engine, dense requests with prefix caching against reuse by turns, as ``kvcomm bench ttft`` does it, but answers are
-decoded further and harvested. Then harvests alone: how much longer a request's blocks stay taken after its last token
-than without one. All figures go into one file, with how vLLM ran and every single round.
+decoded further and harvested. Then harvests alone: how much longer a request of two tokens holds its blocks after its
+first one than without a harvest. All figures go into one file, with how vLLM ran and every single round.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def run_gpu(args: argparse.Namespace) -> int:
 
 
 def harvest_times(engine: InProcessEngine, team: PaperTeam, rounds: int) -> dict[str, Any]:
-    """How long a request's blocks stay taken after its last token, milliseconds, by whether it is harvested.
+    """How long a request of two tokens holds its blocks after its first one, by whether it is harvested, milliseconds.
 
+    Contents of a prompt are harvested once it is computed, in the step of the second token or beside it.
     ``us_per_token`` is the difference of the medians for each token harvested (the question's), microseconds.
     """
     agent, modes = team.names[0], (Mode.OBSERVE, Mode.DENSE)
@@ -95,7 +96,7 @@ def harvest_times(engine: InProcessEngine, team: PaperTeam, rounds: int) -> dict
             answer = ask(engine, prompt, greedy(2), agent, **how)
             while engine.scheduler_snapshot.usage > 0:
                 time.sleep(0.0005)
-            held[mode.value].append(round((time.monotonic() - answer.stamps[-1]) * 1e3, 2))
+            held[mode.value].append(round((time.monotonic() - answer.stamps[0]) * 1e3, 2))
     harvest_ms = median(held[Mode.OBSERVE.value]) - median(held[Mode.DENSE.value])
     return {"held_ms": held, "us_per_token": round(harvest_ms * 1e3 / team.sizes.input, 2)}
 
