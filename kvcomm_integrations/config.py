@@ -124,10 +124,18 @@ class ReuseConfig(Settings):
     """Wait for ``min_examples`` dense observations before the first load on an edge."""
     min_examples: int = Field(default=4, ge=1)
     """Dense observations an edge needs under ``strict``."""
-    learn_rate: float = Field(default=0.1, ge=0, le=1)
-    """Share of reusable requests over an edge that is not mature yet which run dense to teach it."""
-    audit_rate: float = Field(default=0.02, ge=0, le=1)
-    """Share of reusable requests that run dense as audits."""
+    learn_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of users' reusable requests over an edge that is not mature yet which run dense to teach it: for engines
+    that are never idle, or with ``idle_budget`` 0."""
+    audit_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of users' reusable requests that run dense as audits; likewise."""
+    idle_budget: int = Field(default=64, ge=0)
+    """Requests that may wait to be computed again, exactly, while nobody asks anything (*shadow requests*): they teach,
+    audit, and settle what their conversations go on from. 0: none."""
+    idle_after_ms: float = Field(default=200.0, ge=0)
+    """How long nobody must have asked anything before one begins, ms."""
+    idle_slice_ms: float = Field(default=50.0, gt=0)
+    """Longest time for which one may keep a user's request waiting, ms: it is computed in slices as long as this."""
     max_divergence: float = Field(default=0.5, gt=0)
     """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
     small_divergence: float = Field(default=0.0, ge=0)

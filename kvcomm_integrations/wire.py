@@ -236,6 +236,9 @@ class RequestReport(TokenCounts):
     mode: Mode = Mode.AUTO
     policy: str = ""
     prompt_tokens: int = 0
+    settled: int = 0
+    """Of the exact tokens, those that an earlier turn had as estimates and that were computed again while nobody
+    waited."""
     carried_estimate: int = 0
     """Of the carried tokens, those whose KV was once loaded; the others were repaired or computed over estimates."""
     plan_ms: float = 0.0

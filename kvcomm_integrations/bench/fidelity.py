@@ -39,8 +39,7 @@ def run_fidelity(args: argparse.Namespace) -> int:
     taught, measured = chosen_contents(args)
     reuse = ReuseConfig(
         gate=Gate(args.gate),
-        audit_rate=0,
-        learn_rate=0,
+        idle_budget=0,
         max_repair_share=1.0,
         variants=tuple(name for name in policies if name not in POLICY_NAMES),
         state_bytes=STATE_BYTES,

@@ -46,8 +46,7 @@ def run_gpu(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"the model has room for {room} tokens; {min(needed.values())} are needed at least")
     skipped = [size.input for size in all_sizes if size not in fitting]
     reuse = ReuseConfig(
-        audit_rate=0,
-        learn_rate=0,
+        idle_budget=0,
         store_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,
         variants=tuple(name for name in policies if ":" in name),
         small_divergence=args.small_divergence,

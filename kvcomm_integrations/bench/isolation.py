@@ -102,7 +102,7 @@ def run_isolation(args: argparse.Namespace) -> int:
     findings = []
     with progress(total=len(Isolation) * len(contents)) as step:
         for isolation in Isolation:
-            reuse = ReuseConfig(isolation=isolation, audit_rate=0.0, learn_rate=0.0)
+            reuse = ReuseConfig(isolation=isolation, idle_budget=0)
             config = EngineConfig(model=args.model, max_model_len=2048, block_size=32, reuse=reuse)
             with closing(InProcessEngine(config)) as engine:
                 findings.append(measure(engine, isolation, contents, args.seed, step))

@@ -121,7 +121,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.graph not in GRAPHS:
         raise ConfigurationError(f"graph {args.graph!r} does not exist; choose from {', '.join(GRAPHS)}")
     sizes = Sizes(args.prefix, args.input, args.output)
-    reuse = ReuseConfig(audit_rate=0, learn_rate=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
+    reuse = ReuseConfig(idle_budget=0, store_bytes=STORE_BYTES, small_divergence=args.small_divergence)
     most, longest = max(args.concurrency), sizes.longest(args.agents) + 64
     config = EngineConfig(
         model=args.model, dtype=args.dtype, max_model_len=longest, max_num_seqs=most, seed=args.seed, reuse=reuse

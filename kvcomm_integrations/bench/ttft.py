@@ -258,8 +258,7 @@ def run_ttft(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace, policies: Sequence[str], longest: int) -> EngineConfig:
     reuse = ReuseConfig(
-        audit_rate=0,
-        learn_rate=0,
+        idle_budget=0,
         store_bytes=STORE_BYTES,
         variants=tuple(name for name in policies if ":" in name),
         small_divergence=args.small_divergence,

@@ -162,7 +162,7 @@ def run_turns(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"there are {len(AGENTS)} roles; {args.agents} agents are too many")
     answer = args.answer or (24 if args.scenario == "loop" else 96)
     longest = args.question + args.turns * (answer + args.result * (args.scenario == "loop") + 48) + 256
-    reuse = ReuseConfig(audit_rate=0, learn_rate=0, carry=not args.no_carry)
+    reuse = ReuseConfig(idle_budget=0, carry=not args.no_carry)
     config = EngineConfig(
         model=args.model,
         dtype=args.dtype,

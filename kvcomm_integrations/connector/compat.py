@@ -16,6 +16,7 @@ from kvcomm_integrations.reuse.transfers import to_device
 
 try:
     import vllm
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -39,6 +40,7 @@ try:
     )
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request, RequestStatus
@@ -46,6 +48,7 @@ except ImportError as error:  # whoever loads the connector, vLLM for one, shoul
     raise unusable(error) from error
 
 __all__ = [
+    "EngineCoreRequestType",
     "ForwardContext",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -57,6 +60,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "Request",
     "RequestStatus",
+    "SamplingParams",
     "SchedulerOutput",
     "VllmConfig",
     "get_forward_context",

@@ -30,7 +30,12 @@ from kvcomm_integrations.connector.compat import (
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.metrics import ReusePromMetrics, ReuseStats
 from kvcomm_integrations.connector.scheduler import ConnectorScheduler
-from kvcomm_integrations.connector.workarounds import calling_runner, make_seeds_rewindable, step_being_taken_in
+from kvcomm_integrations.connector.workarounds import (
+    EngineDoor,
+    calling_runner,
+    make_seeds_rewindable,
+    step_being_taken_in,
+)
 from kvcomm_integrations.connector.worker.state_rpc import StateRpc
 from kvcomm_integrations.connector.worker.worker import ConnectorWorker
 from kvcomm_integrations.reuse.policies import create_policy
@@ -104,6 +109,7 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self.connector_scheduler.shadows.door = EngineDoor.of_callers()
         self.connector_scheduler.cached_blocks = partial(cached_blocks, kv_cache_manager)
         self.connector_scheduler.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
 
@@ -142,7 +148,9 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self.connector_worker.step_begins()  # one runner loads before its forward only if there is something to load
+        self.connector_worker.step_begins(
+            self._step()
+        )  # one runner loads before its forward only if there is something to load
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         make_seeds_rewindable(self._runner)

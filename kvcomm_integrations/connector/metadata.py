@@ -20,6 +20,12 @@ class StepMetadata(KVConnectorMetadata):
     harvests: list[HarvestJob] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     """Finished requests whose blocks may be freed once the jobs above are done."""
+    sliced_audit: AuditJob | None = None
+    """An audit to begin, to be carried on step by step until it is reported as over."""
+    audit_tokens: int = 0
+    """Tokens that such an audit may compute in this step; 0: it rests."""
+    abandon_audit: bool = False
+    """Undo an audit that is not over, before the forward: its blocks hold estimates."""
     tokens: int = 0
     """Tokens that vLLM computes in this step."""
     weights: int = 0
@@ -43,6 +49,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     leverage: dict[tuple[str, Edge, int], float] = field(default_factory=dict)
     """Policy, edge and reference to how new the content is to the edge."""
     audits: list[AuditResult] = field(default_factory=list)
+    audit_over: bool = False
+    """An audit that was carried on step by step has come to its end, well or not."""
     forward: tuple[int, float] | None = None
     """Tokens of a forward and the milliseconds it took."""
     verified: bool = False
@@ -73,6 +81,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for content, value in other.leverage.items():
             self.leverage[content] = max(self.leverage.get(content, value), value)
         self.audits = self.audits or other.audits
+        self.audit_over = self.audit_over or other.audit_over
         self.forward = max(filter(None, (self.forward, other.forward)), key=lambda timed: timed[1], default=None)
         self.verified = self.verified or other.verified
         self.disabled = self.disabled or other.disabled

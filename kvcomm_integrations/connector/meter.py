@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from kvcomm_integrations.connector import metrics
@@ -78,6 +78,8 @@ class ReuseMeter:
         self._index = planner.index
         self._edges = planner.edges
         self._breaker = breaker
+        self.waiting: Callable[[], int] = lambda: 0
+        """Requests that wait to be computed again."""
         self._stats = metrics.ReuseStats()
         self._agents: TopLabels[str] = TopLabels(limit)
         self._top_edges: TopLabels[tuple[str, str, str]] = TopLabels(limit)
@@ -122,6 +124,15 @@ class ReuseMeter:
             if audit.policy == self._policy:
                 self._stats.observe(metrics.AUDIT_DIVERGENCE, audit.kl[0])
 
+    def shadow(self, tokens: int, *, done: bool) -> None:
+        """Count a shadow request that is over, and the tokens it has computed."""
+        self._stats.count(metrics.SHADOW_REQUESTS, 1, "done" if done else "interrupted")
+        self._stats.count(metrics.SHADOW_TOKENS, tokens)
+
+    def delayed(self, seconds: float) -> None:
+        """Count a user's request that has met a shadow request."""
+        self._stats.observe(metrics.SHADOW_DELAY, max(0.0, seconds))
+
     def refused(self) -> None:
         """Count a request whose parameters are not valid."""
         self._stats.count(metrics.FAULTS, 1, "request")
@@ -136,6 +147,7 @@ class ReuseMeter:
             return None
         taken, self._stats = self._stats, metrics.ReuseStats()
         taken.gauge(metrics.REFERENCES, len(self._index))
+        taken.gauge(metrics.SHADOW_WAITING, self.waiting())
         taken.gauge(metrics.PAUSED, float(bool(self._breaker.refusal())))
         for verdict, edges in self._edges.verdicts().items():
             taken.gauge(metrics.EDGES, edges, verdict.value)

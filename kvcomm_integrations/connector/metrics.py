@@ -105,6 +105,21 @@ AUDIT_DIVERGENCE = Series(
     (),
     NATS,
 )
+SHADOW_REQUESTS = Series(
+    "vllm:kvcomm_shadow_requests",
+    Kind.COUNTER,
+    "Requests computed again while nobody waited: done, or interrupted by a user's request (and tried again).",
+    ("outcome",),
+)
+SHADOW_TOKENS = Series("vllm:kvcomm_shadow_tokens", Kind.COUNTER, "Tokens that these have computed.")
+SHADOW_WAITING = Series("vllm:kvcomm_shadow_waiting", Kind.GAUGE, "Requests that wait to be computed again.")
+SHADOW_DELAY = Series(
+    "vllm:kvcomm_shadow_delay_seconds",
+    Kind.HISTOGRAM,
+    "Time a user's request that met one has waited for the engine to take it in.",
+    (),
+    SECONDS,
+)
 EVICTIONS = Series("vllm:kvcomm_evictions", Kind.COUNTER, "References evicted to make room.")
 FAULTS = Series(
     "vllm:kvcomm_faults",

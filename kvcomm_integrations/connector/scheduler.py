@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from kvcomm_integrations.connector.compat import (
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.meter import ReuseMeter
+from kvcomm_integrations.connector.shadows import Errand, Shadows
 from kvcomm_integrations.connector.worker_reports import WorkerReports
 from kvcomm_integrations.errors import WireError
 from kvcomm_integrations.planning.content_keys import names_session
@@ -39,12 +41,13 @@ from kvcomm_integrations.planning.edge_table import EdgeTable
 from kvcomm_integrations.planning.job_writer import audit_job, harvest_jobs, load_job, observe_jobs
 from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
 from kvcomm_integrations.planning.lineages import Lineages
-from kvcomm_integrations.planning.plan import Plan
+from kvcomm_integrations.planning.plan import Plan, Planned
 from kvcomm_integrations.planning.planner import Planner
 from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.request_state import RequestState
 from kvcomm_integrations.planning.reservations import Contribution, Reservations
 from kvcomm_integrations.planning.resolved_prompt import Part, resolve
+from kvcomm_integrations.planning.shadow_queue import ShadowTask
 from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.wire import WIRE_KEY, KVCommParams, Mode
 
@@ -60,6 +63,8 @@ class LiveRequest(RequestState):
 
     request: Request
     guard: HashGuard
+    shadow: ShadowTask | None = None
+    """What it computes again, if it is a request of ours."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ class ConnectorScheduler:
         self.meter = ReuseMeter(config.metric_labels, self.planner, self.breaker)
         self._reports = WorkerReports(self.planner, self.breaker)
         self.lineages = Lineages()
+        self.shadows = Shadows(config, self.planner.rates, self.index.withdraw)
+        self.meter.waiting = self.shadows.queue.__len__
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._live: dict[str, LiveRequest] = {}
         self._others: dict[str, Request] = {}
@@ -128,14 +135,21 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
+        shadow = self.shadows.task_of(request.request_id)
+        if shadow is None:
+            if self.shadows.busy:
+                self.meter.delayed(time.time() - request.arrival_time)
+            self.shadows.give_way()
         try:
-            self._take_in(request)
+            self._take_in(request, shadow)
         except Exception as error:  # costs the reuse of one request, nothing else
             logger.exception("Request %s could not be taken in; it is served densely", request.request_id)
             self.breaker.fault("plan", str(error))
             self._others[request.request_id] = request
+        if shadow is not None:
+            self.shadows.arrives()
 
-    def _take_in(self, request: Request) -> None:
+    def _take_in(self, request: Request, shadow: ShadowTask | None = None) -> None:
         refusal, discovered = "", False
         try:
             params = KVCommParams.from_transfer_params(request.kv_transfer_params, request.num_prompt_tokens)
@@ -157,6 +171,7 @@ class ConnectorScheduler:
             discovered,
             request=request,
             guard=HashGuard(request, self._hash_block, self.lineages.of(prompt)),
+            shadow=shadow,
         )
         self._take_over(live)
 
@@ -212,6 +227,7 @@ class ConnectorScheduler:
             self._forget_plan(live)
         live.exact = min(exact, live.prompt.length)
         live.carried = live.carried_estimate = 0
+        live.settled = self.lineages.settled(live.guard.exact_hashes[: exact // self._hash_block]) * self._hash_block
         live.refusal = live.refusal or self.breaker.refusal()
         live.reason = live.refusal
         live.contribution = replace(live.contribution, audits=())
@@ -238,6 +254,8 @@ class ConnectorScheduler:
             return None
         if prompt.params.mode is Mode.OBSERVE:
             audits = self.planner.audits(prompt, live.held, exact, prompt.params.audit)
+            if live.shadow is not None:
+                audits = self._served(live.shadow)
             live.contribution = replace(live.contribution, audits=audits)
             live.planned = self.planner.dense(prompt)
             return 0
@@ -351,6 +369,7 @@ class ConnectorScheduler:
                 # vLLM has not yet added this step's tokens to ``num_computed_tokens``.
                 computed = scheduled.request.num_computed_tokens + tokens
                 scheduled.prompt_done = computed >= scheduled.prompt.length
+        self.shadows.order(meta)
         for last in self._finished:
             meta.audits.extend(last.audits)
             meta.harvests.extend(last.harvests)
@@ -393,9 +412,14 @@ class ConnectorScheduler:
             self.meter.acknowledged(report)
             self._reports.take_in(report, self._live)
             self._forget_spoilt(report)
+            if report.audit_over:
+                self.shadows.audited()
+            if report.forward is not None:
+                self.shadows.timed(report.forward[1])
             if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
                 self._finished = [LastJobs(last.req_id, [], [], []) for last in self._finished]
                 self.lineages.clear()
+                self.shadows.clear()
         except Exception as error:  # as if the answer had been lost
             logger.exception("The workers' report could not be taken in")
             self.breaker.fault("report", str(error))
@@ -423,16 +447,21 @@ class ConnectorScheduler:
         """
         self._others.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
-        if live is None:
-            return False, None
+        ours = self.shadows.task_of(request.request_id) is not None
         try:
-            return self._end(live, tuple(blocks))
+            if live is not None:
+                return self._end_shadow(live, tuple(blocks)) if ours else self._end(live, tuple(blocks))
         except Exception as error:  # costs what the request would have left behind, nothing else
             logger.exception("What request %s leaves behind could not be kept", request.request_id)
             self.breaker.fault("plan", str(error))
             self._finished = [last for last in self._finished if last.req_id != request.request_id]
             self.index.withdraw_owner(request.request_id)
-            return False, None
+        finally:
+            if ours and self.shadows.task_of(request.request_id) is not None:  # what it was for could not be kept
+                self.shadows.ended(None)
+            if not ours and not self._others and not self._live:
+                self.shadows.rest()
+        return False, None
 
     def _end(self, live: LiveRequest, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
         self._notice_preemption(live)
@@ -445,16 +474,67 @@ class ConnectorScheduler:
         last = LastJobs(live.request.request_id, [], [], [])
         if live.prompt_done and complete:
             last = self._last_jobs(live, blocks, stopped=stopped)
+            self._note_for_later(live)
         else:
             self.reservations.give_up(live.contribution)
         if last:
             self._finished.append(last)
         if live.prompt.params.release and self.config.isolation is Isolation.SESSION:
             self.index.withdraw_scope(live.prompt.scope)
-            self.lineages.forget_session(live.prompt.params.tenant, live.prompt.params.session)
+            self._forget_session(live.prompt.params.tenant, live.prompt.params.session)
         report = live.report()
         self.meter.finished(report, computed=live.prompt_done)
         return bool(last), {WIRE_KEY: report.model_dump(mode="json")}
+
+    def _end_shadow(self, live: LiveRequest, blocks: tuple[int, ...]) -> tuple[bool, dict[str, Any] | None]:
+        """A request of ours has ended: what it has computed is exact, and the rest is done step by step.
+
+        Returns:
+            as of ``request_finished``; nobody is told anything.
+        """
+        assert live.shadow is not None
+        self._notice_preemption(live)
+        self.index.scopes.leave(live.prompt.scope, self.index.clock())
+        computed = live.request.num_computed_tokens
+        self.lineages.settle(live.request.block_hashes[live.exact // self._hash_block : computed // self._hash_block])
+        done = live.prompt_done and live.request.status == RequestStatus.FINISHED_LENGTH_CAPPED and not live.outdated
+        self.meter.shadow(max(0, computed - live.exact), done=done)
+        if not done:
+            self.reservations.give_up(live.contribution)
+            self.shadows.ended(None)
+            return False, None
+        audit = audit_job(live.shadow.prompt, live.contribution.audits, live.shadow.answer, blocks)
+        jobs = Errand(live.request.request_id, live.shadow, deque([] if audit is None else [audit]))
+        jobs.observes.extend(self._observes(live, blocks))
+        jobs.harvests.extend(self._harvests(live, blocks))
+        self.shadows.ended(jobs)
+        return True, None
+
+    def _served(self, task: ShadowTask) -> tuple[Planned, ...]:
+        """The plan that was carried out, if all that it loaded from is still held."""
+        if task.served is None or task.served.plan is None or self.workers.repair_refusal is not None:
+            return ()
+        entries = [task.served.candidates[span.candidate].entry for span in task.served.plan.spans]
+        held = all(entry is not None and self.index.by_id(entry.ref_id) is entry for entry in entries)
+        return (task.served,) if held and task.served.plan.first_approximate is not None else ()
+
+    def _note_for_later(self, live: LiveRequest) -> None:
+        """A prompt that holds estimates is to be computed again when nobody waits."""
+        if not live.approximate or live.outdated or live.prompt.params.release or not self.shadows.wanted:
+            return
+        done = live.plan is not None and live.result is not None and not live.result.fault
+        loaded = live.plan.loaded if done and live.plan is not None else 0
+        self.shadows.queue.add(
+            ShadowTask(
+                prompt=live.prompt,
+                answer=tuple(live.request.output_token_ids),
+                served=live.planned if loaded else None,
+                estimates=loaded + live.carried_estimate,
+                young=bool(loaded) and self.planner.teaches(live.planned, live.prompt.traits),
+                salt=live.request.cache_salt,
+                born=time.monotonic(),
+            )
+        )
 
     def _last_jobs(self, live: LiveRequest, blocks: tuple[int, ...], *, stopped: bool) -> LastJobs:
         """What is still to be kept and learned of a request that ended well, its answer included."""
@@ -472,9 +552,13 @@ class ConnectorScheduler:
 
     def release_session(self, tenant: str, session: str) -> int:
         """Forget the references of a session; returns how many there were."""
-        self.lineages.forget_session(tenant, session)
+        self._forget_session(tenant, session)
         named = [scope for scope in self.index.scopes if names_session(scope, tenant, session)]
         return sum(self.index.withdraw_scope(scope) for scope in named)
+
+    def _forget_session(self, tenant: str, session: str) -> None:
+        self.lineages.forget_session(tenant, session)
+        self.shadows.queue.forget_session(tenant, session)
 
     def reset_cache(self) -> None:
         """Forget all references, as the user asked, and reuse again if faults had stopped it.
@@ -483,6 +567,7 @@ class ConnectorScheduler:
         """
         self.index.clear()
         self.lineages.clear()
+        self.shadows.clear()
         self.breaker.reset()
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------

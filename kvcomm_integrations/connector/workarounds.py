@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kvcomm_integrations.connector.compat import EngineCoreRequestType, Request, RequestStatus, SamplingParams
+
 
 def calling_runner() -> Any:
     """The worker's model runner, found among the callers; ``None`` if none of them is one.
@@ -25,6 +27,74 @@ def calling_runner() -> Any:
             return owner
         frame = frame.f_back
     return None
+
+
+class EngineDoor:
+    """A way into the engine's core for requests of our own, which vLLM offers to front ends only.
+
+    Args:
+        core: vLLM's ``EngineCoreProc``.
+        scheduler: its scheduler.
+    """
+
+    def __init__(self, core: Any, scheduler: Any) -> None:
+        self._core = core
+        self._scheduler = scheduler
+        self._most = scheduler.max_num_scheduled_tokens
+
+    @classmethod
+    def of_callers(cls) -> EngineDoor | None:
+        """That of the engine core that is being made; ``None`` where there is none, or where it is not for us.
+
+        With several engines in data parallel all of them would have to run along; without chunked prefill a prompt
+        cannot be computed in slices; pipelines keep several steps in flight.
+        """
+        core = scheduler = None
+        frame = inspect.currentframe()
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            names = {base.__name__ for base in type(owner).__mro__}
+            core = owner if "EngineCoreProc" in names else core
+            scheduler = owner if "SchedulerInterface" in names else scheduler
+            frame = frame.f_back
+        if core is None or scheduler is None:
+            return None
+        parallel, chunked = scheduler.parallel_config, scheduler.scheduler_config.enable_chunked_prefill
+        alone = parallel.data_parallel_size == 1 and parallel.pipeline_parallel_size == 1
+        return cls(core, scheduler) if alone and chunked else None
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that may be under way at a time."""
+        return int(getattr(self._core, "batch_queue_size", 1))
+
+    @property
+    def open(self) -> bool:
+        """The engine takes requests: it is not paused and does not shut down."""
+        return self._scheduler.pause_state.name == "UNPAUSED" and bool(self._core.is_running())
+
+    def submit(self, request_id: str, token_ids: list[int], salt: str | None, params: dict[str, Any]) -> None:
+        """Have a prompt computed, and one token of an answer that nobody is told. From any thread.
+
+        Args:
+            request_id: its name.
+            token_ids: the prompt.
+            salt: its cache salt.
+            params: ``kv_transfer_params``.
+        """
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": params})
+        request = Request(
+            request_id, token_ids, sampling, None, cache_salt=salt, block_hasher=self._core.request_block_hasher
+        )
+        self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, 0)))
+
+    def end(self, request_id: str) -> None:
+        """End a request at once; unknown ones are ignored. From the core's own thread."""
+        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def limit_steps(self, tokens: int | None) -> None:
+        """Let a step compute at most so many tokens; ``None``: as many as vLLM's configuration says."""
+        self._scheduler.max_num_scheduled_tokens = self._most if tokens is None else max(1, min(tokens, self._most))
 
 
 class RewindableGenerator(torch.Generator):

@@ -76,9 +76,9 @@ def smoke(model: str, test: SelfTest | None = None) -> Iterator[Finding]:
 
 def _config(model: str, test: SelfTest | None) -> EngineConfig:
     if test is None:
-        reuse = ReuseConfig(policy="aligned", audit_rate=0.0, learn_rate=0.0, only_if_faster=False)
+        reuse = ReuseConfig(policy="aligned", idle_budget=0, only_if_faster=False)
         return EngineConfig(model=model, max_model_len=1024, max_num_seqs=4, reuse=reuse)
-    reuse = ReuseConfig(audit_rate=0.0, learn_rate=0.0, only_if_faster=False)
+    reuse = ReuseConfig(idle_budget=0, only_if_faster=False)
     return EngineConfig(model=model, reuse=reuse, **test.settings)
 
 

@@ -46,17 +46,18 @@ class Lineages:
     def __init__(self) -> None:
         self._known: LRUCache[tuple[str, ...], Lineage] = LRUCache(MOST_LINEAGES)
         self._estimated: LRUCache[bytes, int] = LRUCache(MOST_BLOCKS)
+        self._settled: LRUCache[bytes, bool] = LRUCache(MOST_BLOCKS)
 
     def of(self, prompt: ResolvedPrompt) -> Lineage:
         """The lineage of a request."""
-        lineage = self._known.get(_key(prompt))
+        lineage = self._known.get(prompt.lineage)
         if lineage is None:
-            lineage = self._known[_key(prompt)] = Lineage()
+            lineage = self._known[prompt.lineage] = Lineage()
         return lineage
 
     def forget(self, prompt: ResolvedPrompt) -> None:
         """What a lineage has filed is not found again by anyone: its blocks may not hold what they should."""
-        self._forget(_key(prompt))
+        self._forget(prompt.lineage)
 
     def forget_session(self, tenant: str, session: str) -> None:
         """Forget the lineages of all agents of a session."""
@@ -91,11 +92,15 @@ class Lineages:
         """Tokens of these blocks whose KV is an estimate, as far as that is remembered."""
         return sum(self._estimated.get(value, 0) for value in hashes)
 
+    def settle(self, hashes: Iterable[bytes]) -> None:
+        """Remember blocks that were computed exactly while nobody waited."""
+        self._settled.update(dict.fromkeys(hashes, True))
+
+    def settled(self, hashes: Iterable[bytes]) -> int:
+        """How many of these blocks were."""
+        return sum(value in self._settled for value in hashes)
+
     def _forget(self, key: tuple[str, ...]) -> None:
         lineage = self._known.pop(key, None)
         if lineage is not None:
             lineage.forgotten = True
-
-
-def _key(prompt: ResolvedPrompt) -> tuple[str, ...]:
-    return (prompt.params.tenant, prompt.params.session, prompt.agent, prompt.policy)

@@ -22,7 +22,7 @@ from kvcomm_integrations.planning.reference_index import ReferenceIndex
 from kvcomm_integrations.planning.resolved_prompt import Part, ResolvedPrompt, ResolvedSegment
 from kvcomm_integrations.planning.workers_state import WorkersState
 from kvcomm_integrations.reuse.edge import Edge
-from kvcomm_integrations.reuse.traits import policy_traits
+from kvcomm_integrations.reuse.traits import PolicyTraits, policy_traits
 from kvcomm_integrations.wire import Mode, SegmentKind
 
 
@@ -123,14 +123,19 @@ class Planner:
         draw = random.Random(prompt.request_id)  # one generator for all would tell tenants of one another
         if draw.random() < self.config.audit_rate:
             return "audit"
-        traits = prompt.traits
-        if traits is None or not traits.learns or (traits.gates and self.config.gate is Gate.ENTROPY):
-            return ""
+        learns = self.teaches(planned, prompt.traits)
+        return "learning" if learns and draw.random() < self.config.learn_rate else ""
+
+    def teaches(self, planned: Planned, traits: PolicyTraits | None) -> bool:
+        """Whether an edge that a plan loads over is young, so that a dense run would teach it what it lacks."""
+        if planned.plan is None or traits is None or not traits.learns:
+            return False
+        if traits.gates and self.config.gate is Gate.ENTROPY:
+            return False
         loaded = [planned.candidates[span.candidate] for span in planned.plan.spans if not span.exact]
         if not self.loads_fixed(planned.policy):
             loaded = [candidate for candidate in loaded if candidate.segment.kind is SegmentKind.PLACEHOLDER]
-        youngest = min((candidate.examples for candidate in loaded), default=0)
-        return "learning" if youngest < self.config.mature_examples and draw.random() < self.config.learn_rate else ""
+        return min((candidate.examples for candidate in loaded), default=0) < self.config.mature_examples
 
     def loads_fixed(self, policy: str) -> bool:
         """Without the repair pass, template text is loaded from the agent's own earlier runs."""

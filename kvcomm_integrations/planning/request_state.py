@@ -35,6 +35,8 @@ class RequestState:
     """The last of them, which come from there."""
     carried_estimate: int = 0
     """Of those, tokens whose KV was once loaded."""
+    settled: int = 0
+    """Of the exact ones, tokens that were computed again while nobody waited."""
     alone: bool = False
     """It does not take over the agent's own past."""
     plan_ms: float = 0.0
@@ -75,6 +77,7 @@ class RequestState:
             policy=prompt.policy if reused else "",
             prompt_tokens=prompt.length,
             exact=exact,
+            settled=min(self.settled, exact),
             carried=self.carried,
             carried_estimate=self.carried_estimate,
             loaded=loaded,

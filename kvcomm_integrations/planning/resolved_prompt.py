@@ -106,6 +106,11 @@ class ResolvedPrompt:
         return self.params.agent
 
     @property
+    def lineage(self) -> tuple[str, str, str, str]:
+        """What it has in common with the agent's other prompts in its session: tenant, session, agent, policy."""
+        return (self.params.tenant, self.params.session, self.agent, self.policy)
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The policy it runs under and those it is audited with."""
         return (self.policy, *self.params.audit)

@@ -18,7 +18,7 @@ os.environ.setdefault("KVCOMM_FAULT_INJECTION", "1")
 os.environ.setdefault("KVCOMM_ADMIN_KEY", "the key of the operator of tests")
 
 
-REUSE = ReuseConfig(only_if_faster=False, policy="aligned", audit_rate=0.0, store_bytes=1 << 30, min_segment_tokens=1)
+REUSE = ReuseConfig(only_if_faster=False, policy="aligned", idle_budget=0, store_bytes=1 << 30, min_segment_tokens=1)
 """Rotation-only reuse, repair on, nothing left to chance."""
 
 

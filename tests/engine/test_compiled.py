@@ -24,7 +24,7 @@ GREEDY = SamplingOptions(max_tokens=12, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def compiled(tiny_model: Path) -> Iterator[Client]:
-    reuse = ReuseConfig(only_if_faster=False, policy="aligned", audit_rate=0.0, min_segment_tokens=1)
+    reuse = ReuseConfig(only_if_faster=False, policy="aligned", idle_budget=0, min_segment_tokens=1)
     config = EngineConfig(
         model=str(tiny_model),
         dtype="float32",

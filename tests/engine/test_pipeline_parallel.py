@@ -28,7 +28,7 @@ pytestmark = [
 MATURE = 2
 """Examples from which on a content is loaded without repair."""
 GREEDY = SamplingOptions(max_tokens=12, temperature=0, ignore_eos=True)
-REUSE = ReuseConfig(only_if_faster=False, audit_rate=0.0, learn_rate=0.0, mature_examples=MATURE)
+REUSE = ReuseConfig(only_if_faster=False, idle_budget=0, mature_examples=MATURE)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.engine.helpers import END, Client, system
 
 def main():
     model, secret = sys.argv[1:]
-    reuse = ReuseConfig(only_if_faster=False, policy="ridge", audit_rate=0.0, learn_rate=0.0)
+    reuse = ReuseConfig(only_if_faster=False, policy="ridge", idle_budget=0)
     engine = InProcessEngine(EngineConfig(
         dtype="float32", model=model, max_model_len=512, kv_cache_bytes=1 << 28, reuse=reuse
     ))

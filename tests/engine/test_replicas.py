@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.reliability, pytest.mark.timeout(6
 
 AGENTS = ("planner", "solver", "critic")
 SESSIONS = tuple(f"session-{number}" for number in range(6))
-REUSE = ReuseConfig(only_if_faster=False, audit_rate=0.0, learn_rate=0.0)
+REUSE = ReuseConfig(only_if_faster=False, idle_budget=0)
 OPTIONS = ["--max-model-len", "2048", "--kv-cache-memory-bytes", str(128 << 20), "--reuse", REUSE.model_dump_json()]
 
 

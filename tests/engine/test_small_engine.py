@@ -28,7 +28,7 @@ TOKENS = 160 if os.environ.get("TRITON_INTERPRET") != "1" else 40
 @pytest.fixture(scope="module", params=BOTH_AT_LENGTH)
 def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """Tiny random Llama, block 32, chunks of 64 tokens, 40 blocks in all."""
-    reuse = ReuseConfig(only_if_faster=False, policy="aligned", audit_rate=0.0, min_segment_tokens=1)
+    reuse = ReuseConfig(only_if_faster=False, policy="aligned", idle_budget=0, min_segment_tokens=1)
     bytes_per_block = BLOCK * 2 * 4 * 4 * 32 * 4
     config = EngineConfig(
         dtype="float32",

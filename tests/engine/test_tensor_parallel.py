@@ -31,7 +31,7 @@ def parallel(
 ) -> Iterator[Client]:
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    reuse = ReuseConfig(only_if_faster=False, audit_rate=0.0, learn_rate=0.0)
+    reuse = ReuseConfig(only_if_faster=False, idle_budget=0)
     config = EngineConfig(
         dtype="float32", model=str(tiny_model), max_model_len=1024, tensor_parallel_size=2, reuse=reuse
     )

@@ -3,11 +3,14 @@
 Runs on the finished request's own blocks, before vLLM gets them back: their KV is saved, overwritten as reuse would
 have written it, the answer's first positions are computed again over it, and the KV is put back. The request itself is
 over by then, so nobody waits for it; the comparison is over the full vocabulary.
+
+An audit can be carried on in pieces, between which whoever asks something is served: it is abandoned then, which puts
+the KV back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,33 +27,28 @@ Select = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """Policy name, estimated and true keys of layer 1 to the tokens that the policy recomputes; ``None``: none."""
 
 
-def estimates_for(job: AuditJob, estimate: Estimate) -> list[list[KV]]:
-    """What reuse would write, by variant and span. Changes nothing and waits for no other rank.
-
-    Raises:
-        KeyError: a reference is not in the store any more.
-    """
-    return [[estimate(variant.policy, span) for span in variant.spans] for variant in job.variants]
-
-
 def audit(
     runner: Any,
     cache: PagedCache,
     job: AuditJob,
-    estimates: list[list[KV]],
+    estimate: Estimate,
     select: Select = lambda name, mine, true: None,
-) -> list[AuditResult]:
-    """Compare the dense run with every variant; the paged cache is left as it was found. All ranks must call.
+    budget: Callable[[], int] = lambda: 1 << 30,
+) -> Generator[list[AuditResult], None, None]:
+    """Compare the dense run with every variant, in pieces; the paged cache is as it was found once this has ended or
+    has been closed. All ranks must go on together, and must hold every reference that the job names.
 
     Args:
         runner: the worker's model runner.
         cache: the worker's paged cache.
         job: the finished request.
-        estimates: of ``estimates_for``.
+        estimate: what reuse would write.
         select: the tokens that a policy computes in place of loading them.
+        budget: tokens that the next piece may compute.
 
-    Returns:
-        one result per variant; nothing on ranks that do not hold logits.
+    Yields:
+        nothing after every piece but the last, then one result per variant; nothing at all on ranks that do not hold
+        logits.
     """
     end = len(job.token_ids)
     compared = end - job.prompt_tokens + 1
@@ -58,21 +56,43 @@ def audit(
     try:
         dense = _last_logits(runner, cache, job, [(job.prompt_tokens - 1, end)], compared)
         results = []
-        for variant, kvs in zip(job.variants, estimates, strict=True):
+        for variant in job.variants:
             chosen: list[tuple[int, int]] = []
-            for span, kv in zip(variant.spans, kvs, strict=True):
+            for span in variant.spans:
+                kv = estimate(variant.policy, span)
                 cache.write(job.blocks, span.start, kv)
                 true = saved.keys[1, :, span.start - job.exact : span.end - job.exact]
                 tokens = None if span.exact else select(variant.policy, kv.keys[1], true)
                 if tokens is not None:
                     chosen += [(span.start + t, span.start + t + 1) for t in tokens.tolist()]
-            gaps = _joined([*variant.gaps, *chosen])
-            reuse = _last_logits(runner, cache, job, [*gaps, (variant.end, end)], compared)
+                yield []
+            gaps = _joined([*variant.gaps, *chosen, (variant.end, end)])
+            reuse = None
+            for lot in _pieces(gaps, budget, compared):
+                reuse = _last_logits(runner, cache, job, lot, compared)
+                yield []
             if dense is not None and reuse is not None:
                 results.append(_result(job, variant, len(chosen), dense, reuse))
-        return results
+        yield results
     finally:
         cache.write(job.blocks, job.exact, saved)
+
+
+def _pieces(gaps: Sequence[tuple[int, int]], budget: Callable[[], int], last: int) -> Iterator[list[tuple[int, int]]]:
+    """The gaps in order, in lots of as many tokens as may be computed at a time; the last ``last`` tokens together."""
+    *before, (start, end) = gaps
+    lot: list[tuple[int, int]] = []
+    room = max(1, budget())
+    for position, stop in [*before, (start, end - last)]:
+        while position < stop:
+            if room <= 0:
+                yield lot
+                lot, room = [], max(1, budget())
+            cut = min(stop, position + room)
+            lot.append((position, cut))
+            room -= cut - position
+            position = cut
+    yield _joined([*lot, (end - last, end)])
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

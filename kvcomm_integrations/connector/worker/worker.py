@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from kvcomm_integrations.connector.compat import (
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.metrics import STATE_BYTES, STORE_BYTES, ReuseStats
 from kvcomm_integrations.connector.workarounds import calling_runner, watch_weights
-from kvcomm_integrations.connector.worker.audit import audit, estimates_for
+from kvcomm_integrations.connector.worker.audit import audit
 from kvcomm_integrations.connector.worker.fault_injection import FaultInjector, InjectionPoint
 from kvcomm_integrations.connector.worker.learner import Learner
 from kvcomm_integrations.connector.worker.paged_cache import PagedCache, probe_layout
@@ -121,6 +121,10 @@ class ConnectorWorker:
         """Tokens of the repair pass that the step's forward computes."""
         self._joined = False
         """The repair pass waits for the step's forward to do its work."""
+        self._auditing: Generator[list[AuditResult], None, None] | None = None
+        """An audit that is carried on step by step."""
+        self._audit_tokens = 0
+        """Tokens that it may compute in a step."""
         self._released: set[str] = set()
         self._changed = True
         """Something was stored or dropped since the latest statistics."""
@@ -189,6 +193,7 @@ class ConnectorWorker:
         Args:
             named: the weights now are those of the folder that vLLM's configuration names.
         """
+        self.abandon_audit()
         self.weights += 1
         self.weights_named = named
         self._report.weights = self.weights
@@ -202,8 +207,10 @@ class ConnectorWorker:
         if self._arrivals is not None:
             self._arrivals.clear()
 
-    def step_begins(self) -> None:
-        """A step's forward is about to run."""
+    def step_begins(self, meta: StepMetadata | None = None) -> None:
+        """A step's forward is about to run; ``meta``: its orders, where they are new."""
+        if meta is not None and meta.abandon_audit:
+            self.abandon_audit()
         if self._clock is not None:
             self._clock.begin()
 
@@ -338,6 +345,11 @@ class ConnectorWorker:
             self._report.weights = self.weights
         for audited in () if outdated else meta.audits:
             self._audit(audited)
+        if meta.sliced_audit is not None:
+            self._begin_audit(meta.sliced_audit, sliced=True)
+        self._audit_tokens = meta.audit_tokens
+        if self._auditing is not None and meta.audit_tokens:
+            self._go_on_with_audit()
         for job in () if outdated else meta.observes:
             self._observe(job)
         for ref_id in meta.drops:
@@ -351,12 +363,22 @@ class ConnectorWorker:
         self._released.update(meta.releases)
 
     def _audit(self, job: AuditJob) -> None:
+        """Carry out an audit from beginning to end."""
+        self._begin_audit(job)
+        while self._auditing is not None:
+            self._go_on_with_audit()
+
+    def _begin_audit(self, job: AuditJob, *, sliced: bool = False) -> None:
+        """Make an audit ready that all ranks can carry out."""
+        self.abandon_audit()
+        self._report.audit_over = sliced
         if self.cache is None or self._mover is None or self.load_errors.hold(job.blocks):
             return
-        estimates, fault = None, ""
+        fault = ""
         try:
             self.faults.strike(InjectionPoint.AUDIT)
-            estimates = estimates_for(job, self._mover.estimate)
+            for span in (span for variant in job.variants for span in variant.spans):
+                self.store.get(span.ref_id)
         except KeyError as error:  # a reference was evicted in the meantime
             logger.info("Audit of request %s was not possible: %s", job.req_id, error)
             fault = str(error)
@@ -365,23 +387,40 @@ class ConnectorWorker:
             self._note_fault("audit")
             fault = str(error)
         [fault] = agree_on_faults([fault])
-        if estimates is None or fault:
+        if fault:
             return
+        self._report.audit_over = False
+        self._auditing = audit(
+            self._runner,
+            self.cache,
+            job,
+            self._mover.estimate,
+            lambda name, mine, true: self.learner.policy(name).select(mine, true),
+            (lambda: self._audit_tokens) if sliced else (lambda: 1 << 30),
+        )
+
+    def _go_on_with_audit(self) -> None:
+        """Carry out the next piece of the audit that was begun."""
+        assert self._auditing is not None
         try:
-            results = audit(
-                self._runner,
-                self.cache,
-                job,
-                estimates,
-                lambda name, mine, true: self.learner.policy(name).select(mine, true),
-            )
+            results = next(self._auditing, None)
         except Exception as error:
             self._end_if_others_wait("an audit", error)
-            logger.exception("Audit of request %s failed", job.req_id)
+            logger.exception("An audit failed")
             self._note_fault("audit")
+            results = None
+        if results is None:
+            self._auditing = None
+            self._report.audit_over = True
             return
         self._report.audits.extend(results)
         self.audit_log.extend(results)
+
+    def abandon_audit(self) -> None:
+        """Undo an audit that is not over: its request's blocks get back what they held."""
+        auditing, self._auditing = self._auditing, None
+        if auditing is not None:
+            auditing.close()
 
     def _harvest(self, job: HarvestJob) -> None:
         if self.cache is None or self._mover is None or self.disabled:

@@ -1,0 +1,240 @@
+"""Shadow requests: requests of our own that compute again, exactly, what was estimated, while nobody asks anything.
+
+One begins once nothing has been asked for a while. It is computed in slices of a bounded time, and ends at once when a
+user's request arrives; what it has computed by then stays in the prefix cache. What is to be learned from it is ordered
+afterwards, one job a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from kvcomm_integrations.config import ReuseConfig
+from kvcomm_integrations.connector.metadata import StepMetadata
+from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
+from kvcomm_integrations.planning.rates import Rates
+from kvcomm_integrations.planning.shadow_queue import ShadowQueue, ShadowTask
+from kvcomm_integrations.wire import Mode
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "kvcomm-shadow-"
+"""Names of shadow requests begin so."""
+FIRST_SLICE = 32
+"""Tokens of a slice while the price of a token is not known."""
+MARGIN = 0.8
+"""Share of the bound that a slice is planned to take."""
+
+
+class Door(Protocol):
+    """What shadow requests need of the engine; see `workarounds.EngineDoor`."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that may be under way at a time."""
+
+    @property
+    def open(self) -> bool:
+        """The engine takes requests."""
+
+    def submit(self, request_id: str, token_ids: list[int], salt: str | None, params: dict[str, object]) -> None:
+        """Have a prompt computed; from any thread."""
+
+    def end(self, request_id: str) -> None:
+        """End a request at once."""
+
+    def limit_steps(self, tokens: int | None) -> None:
+        """Let a step compute at most so many tokens; ``None``: as many as it would."""
+
+
+@dataclass
+class Errand:
+    """What is still to be done with the blocks of a shadow request that has been computed, one job a step."""
+
+    req_id: str
+    task: ShadowTask
+    audits: deque[AuditJob] = field(default_factory=deque)
+    observes: deque[ObserveJob] = field(default_factory=deque)
+    harvests: deque[HarvestJob] = field(default_factory=deque)
+    auditing: bool = False
+    """An audit has been begun and not reported."""
+
+
+class Shadows:
+    """The shadow requests of one engine; all calls but the timer's come from the thread that schedules.
+
+    Args:
+        config: our settings.
+        rates: what computing costs on this engine.
+        withdraw: gives up a reference that was reserved and will not be harvested.
+    """
+
+    def __init__(self, config: ReuseConfig, rates: Rates, withdraw: Callable[[int], None]) -> None:
+        self.queue = ShadowQueue(config.idle_budget)
+        self.door: Door | None = None
+        self._config = config
+        self._rates = rates
+        self._withdraw = withdraw
+        self._lock = threading.RLock()
+        self._numbers = count()
+        self._timer: threading.Timer | None = None
+        self._resting = False
+        """Nothing of a user's waits or runs."""
+        self._name = ""
+        self._task: ShadowTask | None = None
+        self._arrived = False
+        self._share = 1.0
+        """What a slice takes in tokens, of what the rates say: later tokens attend to more."""
+        self._errand: Errand | None = None
+        self._abandon: list[str] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether requests are to be computed again at all."""
+        return self._config.enabled and self._config.idle_budget > 0 and self.door is not None
+
+    @property
+    def busy(self) -> bool:
+        """A shadow request is being computed, or what follows from one is being done."""
+        return self._arrived or self._errand is not None
+
+    def task_of(self, request_id: str) -> ShadowTask | None:
+        """The task that a request of ours computes; ``None`` for users' requests."""
+        return self._task if request_id == self._name else None
+
+    # ---- when ------------------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Nothing of a user's waits or runs any more."""
+        with self._lock:
+            self._resting = True
+            self._begin_in(self._config.idle_after_ms / 1e3)
+
+    def give_way(self) -> None:
+        """A user's request has arrived: what runs ends, and is tried again another time."""
+        with self._lock:
+            self._resting = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            errand, self._errand = self._errand, None
+            if errand is not None:
+                self._abandon.append(errand.req_id)
+                for harvest in errand.harvests:
+                    self._withdraw(harvest.ref_id)
+                self.queue.add(errand.task)
+            if self._arrived and self.door is not None:
+                self.door.end(self._name)
+
+    def arrives(self) -> None:
+        """Our request has reached the scheduler; if a user's has, too, it ends at once."""
+        assert self.door is not None
+        with self._lock:
+            self._arrived = True
+            if self._resting:
+                self.door.limit_steps(self.slice_tokens)
+            else:
+                self.door.end(self._name)
+
+    def ended(self, errand: Errand | None) -> None:
+        """Our request is over.
+
+        Args:
+            errand: what is to be done now that it has been computed; ``None`` if it was not.
+        """
+        with self._lock:
+            task, self._task = self._task, None
+            self._name, self._arrived = "", False
+            if self.door is not None:
+                self.door.limit_steps(None)
+            if errand is None and task is not None:
+                self.queue.add(task)
+            self._errand = errand
+            if errand is None and self._resting:
+                self._begin_in(self._config.idle_after_ms / 1e3)
+
+    def clear(self) -> None:
+        """Give up all that waits, as when the model's weights have changed."""
+        self.queue.clear()
+
+    def _begin_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.wanted and self._task is None and len(self.queue):
+            self._timer = threading.Timer(seconds, self._begin)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._task is not None or self._errand is not None or not self._resting or self.door is None:
+                return
+            task = self.queue.take() if self.door.open else None
+            if task is None:
+                return
+            params = task.prompt.params.model_copy(
+                update={"mode": Mode.OBSERVE, "audit": (), "response_name": None, "release": False}
+            )
+            self._task, self._name = task, f"{PREFIX}{next(self._numbers)}"
+            self.door.submit(self._name, task.token_ids, task.salt, params.to_transfer_params())
+
+    # ---- how much --------------------------------------------------------------------------------------------------
+
+    @property
+    def slice_ms(self) -> float:
+        """Milliseconds that a step of ours may take."""
+        return MARGIN * self._config.idle_slice_ms / (1 if self.door is None else self.door.steps_ahead)
+
+    @property
+    def slice_tokens(self) -> int:
+        """Tokens that are expected to take as long as that."""
+        if self._rates.token_ms is None:
+            return FIRST_SLICE
+        return max(1, int(self._share * max(0.0, self.slice_ms - self._rates.step_ms) / self._rates.token_ms))
+
+    def timed(self, ms: float) -> None:
+        """A forward has taken so many milliseconds; if it was ours, the next one is made longer or shorter."""
+        if self._arrived:
+            fitting = self.slice_ms / max(ms, 1e-3)
+            self._share = min(2.0, max(0.02, self._share * min(1.2, fitting)))
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
+
+    def order(self, meta: StepMetadata) -> None:
+        """Add to a step's orders: the next job of a shadow request's, or that what was begun is undone."""
+        with self._lock:
+            if self._arrived and self.door is not None and self._resting:
+                self.door.limit_steps(self.slice_tokens)
+            if self._abandon:
+                meta.abandon_audit = True
+                meta.releases.extend(self._abandon)
+                self._abandon.clear()
+            errand = self._errand
+            if errand is None:
+                return
+            meta.audit_tokens = self.slice_tokens
+            if errand.auditing:
+                return
+            if errand.audits:
+                meta.sliced_audit = errand.audits.popleft()
+                errand.auditing = True
+            elif errand.observes:
+                meta.observes.append(errand.observes.popleft())
+            elif errand.harvests:
+                meta.harvests.append(errand.harvests.popleft())
+            else:
+                meta.releases.append(errand.req_id)
+                self._errand = None
+                if self._resting:
+                    self._begin_in(0.0)
+
+    def audited(self) -> None:
+        """The workers have finished the audit that was begun, or could not."""
+        if self._errand is not None:
+            self._errand.auditing = False

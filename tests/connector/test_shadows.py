@@ -1,0 +1,285 @@
+"""Shadow requests on the scheduler's side: when they begin, that they give way, what they leave, and to whom."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from kvcomm_integrations.connector.metadata import WorkerReport
+from kvcomm_integrations.connector.shadows import FIRST_SLICE
+from kvcomm_integrations.planning.jobs import LoadResult
+from kvcomm_integrations.wire import WIRE_KEY
+from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
+
+QUESTION = list(range(100, 148))
+
+
+class FakeDoor:
+    """An engine that keeps what is submitted until the test lets it arrive."""
+
+    steps_ahead = 1
+    open = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.submitted: list[Request] = []
+        self.arrived: list[Request] = []
+        self.ended: list[str] = []
+        self.limit: int | None = None
+
+    def submit(self, request_id: str, token_ids: list[int], salt: str | None, params: dict[str, Any]) -> None:
+        self.submitted.append(
+            make_request(token_ids, params[WIRE_KEY], salt=salt, request_id=request_id, max_tokens=1)
+        )
+
+    def arrive(self) -> Request:
+        request = self.submitted.pop()
+        self.arrived.append(request)
+        self.engine.half.on_new_request(request)
+        return request
+
+    def end(self, request_id: str) -> None:
+        self.ended.append(request_id)
+        [request] = [request for request in self.arrived if request.request_id == request_id]
+        self.arrived.remove(request)
+        request.status = RequestStatus.FINISHED_ABORTED
+        self.engine.half.request_finished(request, list(self.engine.tables.get(request_id, ())))
+
+    def limit_steps(self, tokens: int | None) -> None:
+        self.limit = tokens
+
+    def wait(self, seconds: float = 2.0) -> bool:
+        """Whether something is submitted within so long."""
+        until = time.monotonic() + seconds
+        while not self.submitted and time.monotonic() < until:
+            time.sleep(0.005)
+        return bool(self.submitted)
+
+
+def world(**options: Any) -> tuple[Engine, FakeDoor]:
+    engine = Engine(make_half(**{"idle_after_ms": 10.0, **options}))
+    door = FakeDoor(engine)
+    engine.half.shadows.door = door
+    return engine, door
+
+
+def ask(agent: str, *, question: list[int] = QUESTION, **more: Any) -> Request:
+    prompt = [ord(agent[0])] * 20 + question + [7] * 5
+    params = {
+        "agent": agent, "session": "s", "tenant": "t",
+        "segments": [segment("placeholder", 20, 20 + len(question), "question")], **more,
+    }  # fmt: skip
+    return make_request(prompt, params, salt="salt")
+
+
+def two_agents(engine: Engine) -> dict[str, Any]:
+    """The first computes a content, the second loads it; the second's report."""
+    engine.run(ask("planner"), [1, 2])
+    _, report = engine.run(ask("solver"), [3, 4, 5])
+    assert report["loaded"] > 0
+    return report
+
+
+def compute(engine: Engine, request: Request) -> Any:
+    """Let a shadow request compute its prompt and its one token."""
+    assert engine.admit(request) == 0
+    meta = engine.prefill(request)
+    kept, out = engine.finish(request, [9], status=RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert out is None and kept
+    return meta
+
+
+def orders(engine: Engine, steps: int = 12) -> list[Any]:
+    """Steps without any user's request, obeyed."""
+    metas = []
+    for _ in range(steps):
+        meta = engine.step()
+        metas.append(meta)
+        engine.obey(meta)
+        if meta.sliced_audit is not None:
+            engine.half.update_connector_output(WorkerReport(audit_over=True))
+    return metas
+
+
+def test_what_was_estimated_is_computed_again_once_nobody_has_asked_for_a_while() -> None:
+    engine, door = world()
+    engine.run(ask("planner"), [1, 2])
+    assert not door.wait(0.1), "nothing was estimated"
+    engine.run(ask("solver"), [3, 4, 5])
+    assert door.wait()
+    request = door.arrive()
+    asked = ask("solver")
+    assert list(request.prompt_token_ids or ()) == [*(asked.prompt_token_ids or ()), 3, 4]
+    assert request.cache_salt == "salt" and door.limit == FIRST_SLICE
+    assert request.block_hashes == exact_hashes(request), "its blocks are exact"
+    compute(engine, request)
+    assert door.limit is None
+    metas = orders(engine)
+    audits = [meta.sliced_audit for meta in metas if meta.sliced_audit is not None]
+    assert [(job.prompt_tokens, len(job.variants)) for job in audits] == [(asked.num_prompt_tokens, 1)]
+    assert sum(len(meta.observes) for meta in metas) == 1
+    assert all(len(meta.observes) + len(meta.harvests) + (meta.sliced_audit is not None) <= 1 for meta in metas)
+    assert [name for meta in metas for name in meta.releases] == [request.request_id]
+    assert not door.wait(0.1), "it is done with"
+
+
+def test_the_next_turn_reports_what_is_settled() -> None:
+    engine, door = world()
+    two_agents(engine)
+    door.wait()
+    request = door.arrive()
+    compute(engine, request)
+    orders(engine)
+    longer = make_request([*(request.prompt_token_ids or ()), *range(30)], {"agent": "solver", "session": "s"})
+    longer.block_hashes[: len(request.block_hashes)] = request.block_hashes
+    engine.half.on_new_request(longer)
+    engine.admit(longer, len(request.block_hashes) * BLOCK)
+    engine.prefill(longer)
+    _, out = engine.finish(longer, [1])
+    report = out[WIRE_KEY]
+    assert report["settled"] == report["exact"] == len(request.block_hashes) * BLOCK > 0
+
+
+@pytest.mark.parametrize("moment", ["submitted", "waiting", "running", "auditing", "learning"])
+def test_a_users_request_ends_it_at_any_moment_and_nothing_stays_behind(moment: str) -> None:
+    engine, door = world()
+    two_agents(engine)
+    door.wait()
+    entries = len(engine.half.index)
+    user = ask("critic", question=list(range(300, 340)))
+    if moment != "submitted":
+        request = door.arrive()
+    if moment == "running":
+        engine.admit(request)
+        request.num_computed_tokens = BLOCK
+    if moment in ("auditing", "learning"):
+        compute(engine, request)
+        meta = engine.step()
+        assert meta.sliced_audit is not None
+        if moment == "learning":
+            engine.half.update_connector_output(WorkerReport(audit_over=True))
+            engine.obey(engine.step())
+    engine.half.on_new_request(user)
+    if moment == "submitted":
+        request = door.arrive()
+    assert door.limit is None
+    if moment in ("auditing", "learning"):
+        meta = engine.step()
+        assert meta.abandon_audit and meta.releases == [request.request_id] and meta.sliced_audit is None
+        assert meta.audit_tokens == 0
+    else:
+        assert door.ended == [request.request_id]
+    assert len(engine.half.index) == entries, "its reservations are withdrawn"
+    assert len(engine.half.shadows.queue) == 1, "it is tried again"
+    assert not engine.half.shadows.busy and not door.wait(0.1), "a user's request is being served"
+    engine.admit(user)
+    engine.prefill(user)
+    engine.finish(user, [1, 2])
+    assert door.wait(), "and then it is"
+
+
+def test_no_user_waits_for_a_content_that_only_a_shadow_request_was_computing() -> None:
+    engine, door = world()
+    two_agents(engine)
+    engine.half.index.clear()
+    door.wait()
+    request = door.arrive()
+    engine.admit(request)
+    engine.half.on_new_request(user := ask("critic"))
+    assert engine.admit(user) == 0
+
+
+@pytest.mark.parametrize("change", ["release", "reset", "weights", "release in a request"])
+def test_what_is_forgotten_is_not_computed_again(change: str) -> None:
+    engine, door = world(idle_after_ms=60.0)
+    two_agents(engine)
+    if change == "release":
+        engine.half.release_session("t", "s")
+    elif change == "reset":
+        engine.half.reset_cache()
+    elif change == "weights":
+        engine.half.update_connector_output(WorkerReport(weights=1))
+    else:
+        engine.run(ask("critic", question=list(range(300, 340)), release=True), [1, 2])
+    assert not door.wait(0.2)
+
+
+@pytest.mark.parametrize("options", [{"idle_budget": 0}, {"enabled": False}])
+def test_who_wants_none_has_none(options: dict[str, Any]) -> None:
+    engine, door = world(**options)
+    engine.run(ask("planner"), [1, 2])
+    engine.run(ask("solver"), [3, 4, 5])
+    assert not door.wait(0.1) and not len(engine.half.shadows.queue)
+
+
+def test_dense_requests_and_closed_engines_have_none() -> None:
+    engine, door = world()
+    engine.run(ask("planner"), [1, 2])
+    engine.run(ask("solver", mode="dense"), [3, 4])
+    engine.run(ask("solver", mode="observe"), [3, 4])
+    assert not door.wait(0.1)
+    door.open = False
+    engine.run(ask("solver"), [3, 4])
+    assert not door.wait(0.1) and len(engine.half.shadows.queue) == 1
+
+
+def test_a_request_that_cannot_be_computed_is_given_up_after_some_tries() -> None:
+    engine, door = world()
+    two_agents(engine)
+    tries = 0
+    while door.wait(0.2):
+        request = door.arrive()
+        engine.admit(request)
+        door.end(request.request_id)
+        tries += 1
+    assert tries == 3 and not len(engine.half.shadows.queue)
+
+
+def test_slices_take_as_long_as_they_may() -> None:
+    engine, door = world(idle_slice_ms=50.0)
+    two_agents(engine)
+    for _ in range(5):
+        engine.half.update_connector_output(WorkerReport(forward=(4, 10.0)))
+        engine.half.update_connector_output(WorkerReport(forward=(1000, 510.0)))
+    door.wait()
+    request = door.arrive()
+    assert door.limit == int((0.8 * 50 - 10) / 0.5)
+    engine.admit(request)
+    for _ in range(30):  # later tokens cost more, and every fifth step is a slow one
+        engine.half.update_connector_output(WorkerReport(forward=(32, 80.0)))
+        engine.step()
+    assert door.limit is not None and door.limit <= 2
+    door.steps_ahead = 2
+    assert engine.half.shadows.slice_ms == 20
+
+
+def test_its_audit_is_of_what_was_served_and_needs_what_that_was_loaded_from() -> None:
+    engine, door = world()
+    two_agents(engine)
+    [held] = [entry for entry in (engine.half.index.by_id(n) for n in range(9)) if entry and entry.reserved.name]
+    engine.half.index.withdraw(held.ref_id)
+    door.wait()
+    request = door.arrive()
+    compute(engine, request)
+    assert not any(meta.sliced_audit for meta in orders(engine))
+
+
+def test_counters_tell_of_them_apart_from_users_requests() -> None:
+    engine, door = world()
+    two_agents(engine)
+    engine.half.meter.take()
+    door.wait()
+    request = door.arrive()
+    compute(engine, request)
+    user = ask("critic")
+    user.arrival_time = time.time() - 0.5
+    engine.half.on_new_request(user)
+    stats = engine.half.meter.take()
+    assert stats is not None
+    text = str(stats.data)
+    assert "shadow_requests" in text and "done" in text and f"{request.num_prompt_tokens}" in text
+    assert "vllm:kvcomm_requests" not in text and "shadow_delay" in text
+    engine.half.update_connector_output(WorkerReport(loads={"none": LoadResult(1, 1)}))
