@@ -241,6 +241,8 @@ class RequestReport(TokenCounts):
     waited."""
     carried_estimate: int = 0
     """Of the carried tokens, those whose KV was once loaded; the others were repaired or computed over estimates."""
+    delayed_ms: float = 0.0
+    """How long it waited to be taken in while a shadow request was being computed."""
     plan_ms: float = 0.0
     load_ms: float = 0.0
     repair_ms: float = 0.0

@@ -15,6 +15,7 @@ KINDS = {
     "ttft": "time to each agent's first token, plain vLLM with prefix caching against reuse",
     "serve": "many teams at once: throughput, latency and stalls, plain vLLM against reuse",
     "turns": "conversations of many turns: does an agent's next turn cost more than its last?",
+    "tail": "the slowest requests: does anybody wait so that the engine can learn?",
     "gpu": "the papers' set-up and longer contents: first tokens, decoding, harvests; one JSON file to send",
     "overhead": "plain vLLM against the connector where nothing is reused",
     "fidelity": "how far every policy is from dense, on the real engine",
@@ -32,6 +33,10 @@ COUNTS: dict[str, dict[str, tuple[int, str]]] = {
     "turns": {"turns": (12, "of each conversation"), "agents": (3, "that take turns, in a chat"),
               "rounds": (5, "rounds measured"), "question": (900, "tokens of the question"),
               "result": (100, "tokens of a tool's result")},
+    "tail": {"requests": (300, "of sessions with think times, by way"), "agents": (3, "that take turns"),
+             "prefix": (128, "tokens of a system prompt"), "input": (1024, "tokens of the question"),
+             "output": (16, "tokens of an answer"), "together": (4, "sessions at once, where there are no pauses"),
+             "rounds": (5, "rounds without pauses")},
     "gpu": {"agents": (5, "fully connected"), "prefix": (512, "tokens of a system prompt"),
             "output": (512, "tokens of an answer"), "warmup": (4, "rounds to learn from"),
             "rounds": (5, "rounds measured"), "decode": (128, "tokens decoded by each request that is timed")},
@@ -53,6 +58,7 @@ FAST: dict[str, dict[str, Any]] = {
               "plain_eager": True},
     "turns": {"turns": 4, "rounds": 1, "warmup": 1, "question": 160, "result": 40, "answer": 8},
     "gpu": {"agents": 3, "prefix": 128, "contents": [256], "output": 32, "warmup": 1, "rounds": 1, "decode": 8},
+    "tail": {"requests": 6, "input": 256, "rounds": 1, "together": 2, "think": 0.3},
     "overhead": {"input": 128, "output": 8, "rounds": 2, "together": 2},
 }  # fmt: skip
 """What ``--fast`` sets."""
@@ -62,7 +68,10 @@ def add_commands(subcommands: Subcommands[argparse.ArgumentParser]) -> None:
     """Add ``bench`` and its kinds."""
     bench = subcommands.add_parser("bench", help="measure, on this machine")
     kinds = bench.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    own = {"ttft": _add_ttft, "serve": _add_serve, "turns": _add_turns, "gpu": _add_gpu, "fidelity": _add_fidelity}
+    own = {
+        "ttft": _add_ttft, "serve": _add_serve, "turns": _add_turns, "tail": _add_tail, "gpu": _add_gpu,
+        "fidelity": _add_fidelity,
+    }  # fmt: skip
     for kind, text in KINDS.items():
         parser = kinds.add_parser(kind, help=text)
         parser.add_argument("--model", help=MODEL_HELP)
@@ -147,6 +156,11 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--block-size", "tokens of a block of the paged cache (vLLM's choice)")
     parser.add_argument("--no-carry", action="store_true", help="load an agent's past again instead of taking it over")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times by turn")
+
+
+def _add_tail(parser: argparse.ArgumentParser) -> None:
+    text = "mean time between two calls of a session, seconds (%(default)s)"
+    parser.add_argument("--think", type=float, default=1.0, metavar="S", help=text)
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:

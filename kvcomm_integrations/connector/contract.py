@@ -86,12 +86,17 @@ vllm.config | settings, and which models can be reused | CompilationConfig: stat
 vllm.distributed.parallel_state | a rank's heads and layers | get_pp_group(); get_tensor_model_parallel_rank()
     get_tp_group(); model_parallel_is_initialized(); GroupCoordinator: world_size cpu_group is_first_rank
 vllm.v1.request | requests, and the block hashes that hide approximate blocks | Request.update_block_hashes()
+    Request(request_id, prompt_token_ids, sampling_params, pooling_params, cache_salt, block_hasher)
     Request: request_id status kv_transfer_params num_prompt_tokens prompt_token_ids prompt_embeds mm_features
     Request: cache_salt lora_request resumable skip_reading_prefix_cache num_computed_tokens num_preemptions
     Request: num_output_tokens output_token_ids block_hashes _block_hasher
-    RequestStatus: RUNNING FINISHED_STOPPED FINISHED_LENGTH_CAPPED
+    RequestStatus: RUNNING FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED; Request: arrival_time
 vllm.v1.core.sched.output | what a step computes | SchedulerOutput: num_scheduled_tokens
 vllm.v1.core.sched.scheduler | the report of a request of one token | Scheduler.update_from_output: kv_connector_output
+vllm.v1.core.sched.scheduler | shadow requests | Scheduler.finish_requests(request_ids, finished_status)
+    Scheduler: max_num_scheduled_tokens pause_state parallel_config scheduler_config
+vllm.v1.engine.core | shadow requests | EngineCoreProc: input_queue request_block_hasher batch_queue_size is_running
+vllm.v1.engine | shadow requests | EngineCoreRequestType: ADD
 vllm.v1.core.kv_cache_manager | blocks | KVCacheManager.get_block_ids(request_id); KVCacheBlocks.get_block_ids()
     KVCacheManager: block_pool
 vllm.v1.core.block_pool | an agent's own past | BlockPool.get_cached_block(block_hash, kv_cache_group_ids)

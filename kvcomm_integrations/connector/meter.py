@@ -131,7 +131,7 @@ class ReuseMeter:
 
     def delayed(self, seconds: float) -> None:
         """Count a user's request that has met a shadow request."""
-        self._stats.observe(metrics.SHADOW_DELAY, max(0.0, seconds))
+        self._stats.observe(metrics.SHADOW_DELAY, seconds)
 
     def refused(self) -> None:
         """Count a request whose parameters are not valid."""

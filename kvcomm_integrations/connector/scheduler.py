@@ -136,9 +136,11 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
         shadow = self.shadows.task_of(request.request_id)
+        waited = 0.0
         if shadow is None:
             if self.shadows.busy:
-                self.meter.delayed(time.time() - request.arrival_time)
+                waited = max(0.0, time.time() - request.arrival_time)
+                self.meter.delayed(waited)
             self.shadows.give_way()
         try:
             self._take_in(request, shadow)
@@ -148,6 +150,8 @@ class ConnectorScheduler:
             self._others[request.request_id] = request
         if shadow is not None:
             self.shadows.arrives()
+        elif request.request_id in self._live:
+            self._live[request.request_id].delayed_ms = 1e3 * waited
 
     def _take_in(self, request: Request, shadow: ShadowTask | None = None) -> None:
         refusal, discovered = "", False
@@ -558,7 +562,7 @@ class ConnectorScheduler:
 
     def _forget_session(self, tenant: str, session: str) -> None:
         self.lineages.forget_session(tenant, session)
-        self.shadows.queue.forget_session(tenant, session)
+        self.shadows.forget_session(tenant, session)
 
     def reset_cache(self) -> None:
         """Forget all references, as the user asked, and reuse again if faults had stopped it.

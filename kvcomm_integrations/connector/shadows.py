@@ -89,6 +89,8 @@ class Shadows:
         self._name = ""
         self._task: ShadowTask | None = None
         self._arrived = False
+        self._dropped = False
+        """What has been begun is not to be tried again."""
         self._share = 1.0
         """What a slice takes in tokens, of what the rates say: later tokens attend to more."""
         self._errand: Errand | None = None
@@ -123,12 +125,8 @@ class Shadows:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            errand, self._errand = self._errand, None
-            if errand is not None:
-                self._abandon.append(errand.req_id)
-                for harvest in errand.harvests:
-                    self._withdraw(harvest.ref_id)
-                self.queue.add(errand.task)
+            if self._errand is not None:
+                self.queue.add(self._stop(self._errand))
             if self._arrived and self.door is not None:
                 self.door.end(self._name)
 
@@ -137,7 +135,7 @@ class Shadows:
         assert self.door is not None
         with self._lock:
             self._arrived = True
-            if self._resting:
+            if self._resting and not self._dropped:
                 self.door.limit_steps(self.slice_tokens)
             else:
                 self.door.end(self._name)
@@ -153,15 +151,40 @@ class Shadows:
             self._name, self._arrived = "", False
             if self.door is not None:
                 self.door.limit_steps(None)
-            if errand is None and task is not None:
+            if errand is None and task is not None and not self._dropped:
                 self.queue.add(task)
             self._errand = errand
             if errand is None and self._resting:
                 self._begin_in(self._config.idle_after_ms / 1e3)
 
+    def forget_session(self, tenant: str, session: str) -> None:
+        """Nothing of a session is computed any more, nor kept of what is being computed."""
+        with self._lock:
+            self.queue.forget_session(tenant, session)
+            self._drop(lambda task: (task.prompt.params.tenant, task.prompt.params.session) == (tenant, session))
+
     def clear(self) -> None:
-        """Give up all that waits, as when the model's weights have changed."""
-        self.queue.clear()
+        """Give up everything, as when the model's weights have changed."""
+        with self._lock:
+            self.queue.clear()
+            self._drop(lambda task: True)
+
+    def _drop(self, meant: Callable[[ShadowTask], bool]) -> None:
+        """Give up what has been begun, if it is meant."""
+        if self._errand is not None and meant(self._errand.task):
+            self._stop(self._errand)
+        if self._task is not None and meant(self._task):
+            self._dropped = True
+            if self._arrived and self.door is not None:
+                self.door.end(self._name)
+
+    def _stop(self, errand: Errand) -> ShadowTask:
+        """Nothing further is done with the blocks of a request of ours; returns its task."""
+        self._errand = None
+        self._abandon.append(errand.req_id)
+        for harvest in errand.harvests:
+            self._withdraw(harvest.ref_id)
+        return errand.task
 
     def _begin_in(self, seconds: float) -> None:
         if self._timer is not None:
@@ -181,7 +204,7 @@ class Shadows:
             params = task.prompt.params.model_copy(
                 update={"mode": Mode.OBSERVE, "audit": (), "response_name": None, "release": False}
             )
-            self._task, self._name = task, f"{PREFIX}{next(self._numbers)}"
+            self._task, self._name, self._dropped = task, f"{PREFIX}{next(self._numbers)}", False
             self.door.submit(self._name, task.token_ids, task.salt, params.to_transfer_params())
 
     # ---- how much --------------------------------------------------------------------------------------------------

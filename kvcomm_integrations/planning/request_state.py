@@ -39,6 +39,8 @@ class RequestState:
     """Of the exact ones, tokens that were computed again while nobody waited."""
     alone: bool = False
     """It does not take over the agent's own past."""
+    delayed_ms: float = 0.0
+    """How long it waited while a shadow request was being computed."""
     plan_ms: float = 0.0
     reason: str = ""
     """Why the request as a whole runs densely."""
@@ -83,6 +85,7 @@ class RequestState:
             loaded=loaded,
             repaired=repaired,
             computed=prompt.length - exact - self.carried - loaded - repaired,
+            delayed_ms=round(self.delayed_ms, 3),
             plan_ms=round(self.plan_ms, 3),
             load_ms=round(self.result.load_ms, 3) if self.result else 0.0,
             repair_ms=round(self.result.repair_ms, 3) if self.result else 0.0,

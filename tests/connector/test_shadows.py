@@ -31,9 +31,7 @@ class FakeDoor:
         self.limit: int | None = None
 
     def submit(self, request_id: str, token_ids: list[int], salt: str | None, params: dict[str, Any]) -> None:
-        self.submitted.append(
-            make_request(token_ids, params[WIRE_KEY], salt=salt, request_id=request_id, max_tokens=1)
-        )
+        self.submitted.append(make_request(token_ids, params[WIRE_KEY], salt=salt, request_id=request_id, max_tokens=1))
 
     def arrive(self) -> Request:
         request = self.submitted.pop()
@@ -205,6 +203,35 @@ def test_what_is_forgotten_is_not_computed_again(change: str) -> None:
     else:
         engine.run(ask("critic", question=list(range(300, 340)), release=True), [1, 2])
     assert not door.wait(0.2)
+
+
+@pytest.mark.parametrize("moment", ["submitted", "running", "auditing"])
+@pytest.mark.parametrize("change", ["release", "reset", "other"])
+def test_what_is_being_computed_of_something_forgotten_leaves_nothing(moment: str, change: str) -> None:
+    engine, door = world()
+    two_agents(engine)
+    door.wait()
+    if moment != "submitted":
+        request = door.arrive()
+        engine.admit(request)
+    if moment == "auditing":
+        engine.prefill(request)
+        engine.finish(request, [9], status=RequestStatus.FINISHED_LENGTH_CAPPED)
+        assert engine.step().sliced_audit is not None
+    if change == "reset":
+        engine.half.reset_cache()
+    else:
+        engine.half.release_session("t", "s" if change == "release" else "another")
+    if moment == "submitted":
+        request = door.arrive()
+    meta = engine.step()
+    if change == "other":
+        assert not meta.abandon_audit and not door.ended
+        return
+    assert meta.abandon_audit if moment == "auditing" else door.ended == [request.request_id]
+    left = [entry for entry in map(engine.half.index.by_id, range(50)) if entry is not None]
+    assert all(entry.reserved.exact for entry in left), "nothing but beginnings, which are no session's"
+    assert not door.wait(0.1)
 
 
 @pytest.mark.parametrize("options", [{"idle_budget": 0}, {"enabled": False}])

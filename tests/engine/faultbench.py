@@ -88,9 +88,7 @@ def make_bench(model: Path, folder: Path, *, thorough: bool) -> Bench:
             max_model_len=1024,
             max_num_seqs=16,
             kv_cache_bytes=1 << 28,
-            reuse=ReuseConfig(
-                only_if_faster=False, policy="ridge", idle_budget=0, max_faults=5, fault_pause_s=600.0
-            ),
+            reuse=ReuseConfig(only_if_faster=False, policy="ridge", idle_budget=0, max_faults=5, fault_pause_s=600.0),
         )
     )
     return Bench(Client(engine), prompts, plain, count())

@@ -22,9 +22,7 @@ ROLES = {"planner": Mode.AUTO, "solver": Mode.OBSERVE, "critic": Mode.AUTO, "wri
 
 @pytest.fixture(scope="module", params=BOTH_AT_LENGTH)
 def measured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    reuse = ReuseConfig(
-        only_if_faster=False, idle_budget=0, min_segment_tokens=1, metric_labels=3, store_bytes=1 << 20
-    )
+    reuse = ReuseConfig(only_if_faster=False, idle_budget=0, min_segment_tokens=1, metric_labels=3, store_bytes=1 << 20)
     config = EngineConfig(
         dtype="float32", model=str(tiny_model), max_model_len=512, kv_cache_bytes=64 << 20, reuse=reuse
     )

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.engine
 
 KEYS = {"key-a": "alice", "key-b": "bob"}
 SITE = "https://app.example"
-REUSE = ReuseConfig(
-    only_if_faster=False, policy="aligned", idle_budget=0, min_segment_tokens=1, discover_min_tokens=24
-)
+REUSE = ReuseConfig(only_if_faster=False, policy="aligned", idle_budget=0, min_segment_tokens=1, discover_min_tokens=24)
 
 
 @pytest.fixture(scope="module")

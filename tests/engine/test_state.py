@@ -28,9 +28,7 @@ LESSONS = tuple(f"{question} This is case {number}." for number, question in enu
 
 
 def config(model: Path, **options: object) -> EngineConfig:
-    reuse = ReuseConfig(
-        only_if_faster=False, idle_budget=0, min_segment_tokens=1, state_bytes=64 << 20
-    )
+    reuse = ReuseConfig(only_if_faster=False, idle_budget=0, min_segment_tokens=1, state_bytes=64 << 20)
     return EngineConfig(
         dtype="float32", model=str(model), max_model_len=512, kv_cache_bytes=64 << 20, reuse=reuse, **options
     )
