@@ -123,6 +123,7 @@ def _run(kind: str, args: argparse.Namespace) -> int:
     if kind in FAST and args.fast:
         vars(args).update(FAST[kind])
     module = "hf_fidelity" if getattr(args, "hf", False) else "plan_cost" if kind == "planning" else kind
+    module = "turns_fidelity" if getattr(args, "fidelity", False) else module
     run: Any = getattr(import_module(f"kvcomm_integrations.bench.{module}"), f"run_{module}")
     return int(run(args))
 
@@ -154,6 +155,8 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=4, metavar="N", help="conversations to learn from (%(default)s)")
     add_count(parser, "--answer", "tokens of an answer (loop 24, chat 96)")
     add_count(parser, "--block-size", "tokens of a block of the paged cache (vLLM's choice)")
+    parser.add_argument("--fidelity", action="store_true", help="compare with dense runs of the same messages, by turn")
+    parser.add_argument("--policy", help="correction policy (the engine's: ridge)")
     parser.add_argument("--no-carry", action="store_true", help="load an agent's past again instead of taking it over")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times by turn")
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 
-from kvcomm_integrations.bench.harness import plot, progress, save_json, show
+from kvcomm_integrations.bench.harness import Step, plot, progress, save_json, show
 from kvcomm_integrations.bench.problems import generate_documents
 from kvcomm_integrations.bench.roles import ROLES
 from kvcomm_integrations.chat.request_log import RunRecord
@@ -66,6 +66,9 @@ class Conversation:
         mode: how its requests run.
         answer: tokens of every answer.
         client: ``langchain`` or ``autogen``: whose messages they are.
+        policy: correction policy; ``None``: the engine's.
+        tenant: whose it is.
+        logprobs: likeliest tokens that are told at every position; 0: none.
     """
 
     engine: InProcessEngine
@@ -74,6 +77,9 @@ class Conversation:
     mode: Mode
     answer: int
     client: str = "langchain"
+    policy: str | None = None
+    tenant: str = "default"
+    logprobs: int = 0
     said: list[tuple[str, AIMessage | str]] = field(default_factory=list)
     """Who has said what so far; a tool's results are its words."""
 
@@ -94,10 +100,12 @@ class Conversation:
         return runtime_for(self.engine).runs.records()[-1]
 
     def _settings(self, agent: str) -> dict[str, Any]:
-        return {
+        settings = {
             "model": self.engine.config.model, "agent": agent, "session": f"{self.mode}-{self.number}",
-            "mode": self.mode, "max_tokens": self.answer, "temperature": 0.0,
+            "mode": self.mode, "max_tokens": self.answer, "temperature": 0.0, "tenant": self.tenant,
         }  # fmt: skip
+        settings |= {"logprobs": True, "top_logprobs": self.logprobs} if self.logprobs else {}
+        return settings | ({"policy": self.policy} if self.policy else {})
 
     def _question(self) -> str:
         return self.texts.of(1 + self.number, self.texts.question)
@@ -152,41 +160,51 @@ def summary(rounds: Sequence[Sequence[dict[str, dict[str, float]]]]) -> list[dic
     return lines
 
 
-def run_turns(args: argparse.Namespace) -> int:
-    """Run ``kvcomm bench turns``; returns the exit status.
+@contextmanager
+def learned(args: argparse.Namespace, runs: int) -> Iterator[tuple[Callable[[int, Mode], Conversation], Step]]:
+    """An engine that has learned from some conversations: what makes further ones in it, and its progress.
+
+    Args:
+        args: the command line.
+        runs: steps of the progress after learning.
 
     Raises:
-        ConfigurationError: no such scenario or client, or more agents than there are roles.
+        ConfigurationError: more agents than there are roles.
     """
     if args.agents > len(AGENTS):
         raise ConfigurationError(f"there are {len(AGENTS)} roles; {args.agents} agents are too many")
     answer = args.answer or (24 if args.scenario == "loop" else 96)
     longest = args.question + args.turns * (answer + args.result * (args.scenario == "loop") + 48) + 256
-    reuse = ReuseConfig(idle_budget=0, carry=not args.no_carry)
     config = EngineConfig(
         model=args.model,
         dtype=args.dtype,
         max_model_len=longest,
         block_size=args.block_size,
         seed=args.seed,
-        reuse=reuse,
+        reuse=ReuseConfig(idle_budget=0, carry=not args.no_carry),
     )
-    rounds = []
-    with closing(InProcessEngine(config)) as engine, progress(total=args.warmup + args.rounds + 1) as step:
+    with closing(InProcessEngine(config)) as engine, progress(total=args.warmup + runs) as step:
         texts = Texts(engine.tokenizer, args.question, args.result)
 
         def make(number: int, mode: Mode) -> Conversation:
-            return Conversation(engine, texts, number, mode, answer, args.client)
+            return Conversation(engine, texts, number, mode, answer, args.client, args.policy)
 
         for number in range(args.warmup):
             step(f"learning, conversation {number + 1}", done=1)
             taught = make(1000 + number, Mode.OBSERVE)
             for turn in range(min(args.turns, 2 * args.agents + 2)):
                 taught.turn(args.scenario, turn, args.agents)
+        yield make, step
+
+
+def run_turns(args: argparse.Namespace) -> int:
+    """Run ``kvcomm bench turns``; returns the exit status."""
+    rounds = []
+    with learned(args, args.rounds + 1) as (make, step):
         for number in range(args.rounds + 1):  # the first one warms up
             step(f"round {number}", done=1)
             rounds.append(compare(make, args.scenario, args.turns, args.agents, number))
-            engine.drain(timeout=120)
+            make(0, Mode.AUTO).engine.drain(timeout=120)
     lines = summary(rounds[1:])
     _show(lines, args)
     save_json(args, {"scenario": args.scenario, "turns": lines, "rounds": rounds[1:]})

@@ -94,5 +94,5 @@ def test_private_names_of_vllm_stand_in_two_files() -> None:
 def test_the_package_keeps_its_size() -> None:
     """What is deleted more than it adds stays deleted: raise these numbers only with a reason."""
     texts = {path: path.read_text(encoding="utf-8").splitlines() for path in PACKAGE.rglob("*.py")}
-    assert sum(bool(line.strip()) for lines in texts.values() for line in lines) <= 22_500
-    assert sum(len(lines) for path, lines in texts.items() if path.parent.name == "bench") <= 3_300
+    assert sum(bool(line.strip()) for lines in texts.values() for line in lines) <= 23_800
+    assert sum(len(lines) for path, lines in texts.items() if path.parent.name == "bench") <= 3_600
