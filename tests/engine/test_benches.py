@@ -44,3 +44,22 @@ def test_one_file_says_all_of_a_gpu(tiny_model: Path, tmp_path: Path) -> None:
     for agent in setting["policies"]["ridge"]:
         assert agent["decode_dense_per_s"] > 0 and agent["decode_reuse_per_s"] > 0
     assert all(len(held) == 1 for held in setting["harvest"]["held_ms"].values())
+
+
+def test_a_conversation_is_compared_by_turn(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fidelity.json"
+    command = ["bench", "turns", "--fidelity", "--scenario", "chat", "--fast", "--dtype", "float32"]
+    assert cli.main([*command, "--model", str(tiny_model), "--json", str(out)]) == 0
+    first, *later = json.loads(out.read_text())["fidelity"]
+    assert first["kl_first"] < 1e-4 and first["agreement"] == 1.0, "nothing is loaded: it is the same run"
+    assert any(line["loaded"] > 0 for line in later) and all(0 <= line["kl_mean"] < 5 for line in later)
+
+
+@pytest.mark.reliability
+def test_ways_of_learning_are_compared(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tail.json"
+    assert cli.main(["bench", "tail", "--fast", "--model", str(tiny_model), "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert set(result["ways"]) == {"dense", "sampling", "shadow"}
+    assert result["ways"]["shadow"]["settled"] >= 0 < result["ways"]["shadow"]["p99"]
+    assert all(rate > 0 for rates in result["requests_per_s"].values() for rate in rates)
