@@ -102,7 +102,7 @@ def to_openai_tools(tools: Sequence[Tool | ToolSchema]) -> list[dict[str, Any]]:
 
 
 def _schema_of(tool: Tool) -> ToolSchema:
-    """A tool's schema; arguments that contain themselves, of which AutoGen makes an endless object, keep their ``$defs``."""
+    """A tool's schema. If arguments contain themselves AutoGen makes an endless object: they keep their ``$defs``."""
     schema = tool.schema
     full = recursive_schema(tool.args_type().model_json_schema()) if isinstance(tool, BaseTool) else None
     if full is None:

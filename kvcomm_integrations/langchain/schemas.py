@@ -46,7 +46,7 @@ def _recursive(source: Any) -> dict[str, Any] | None:
         return recursive_schema(source)
     try:
         if isinstance(source, type) and is_basemodel_subclass(source):
-            to_schema = getattr(source, "model_json_schema", None) or source.schema  # the latter: pydantic 1
+            to_schema = getattr(source, "model_json_schema", None) or getattr(source, "schema")  # noqa: B009 - pydantic 1
             return recursive_schema(to_schema())
         return recursive_schema(TypeAdapter(source).json_schema()) if is_typeddict(source) else None
     except PydanticUserError:  # what pydantic has no schema for: core's own conversion decides
