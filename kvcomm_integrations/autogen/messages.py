@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from autogen_core import FunctionCall
 from autogen_core.models import AssistantMessage, FunctionExecutionResultMessage, LLMMessage, SystemMessage, UserMessage
-from autogen_core.tools import Tool, ToolSchema
+from autogen_core.tools import BaseTool, Tool, ToolSchema
 
+from kvcomm_integrations.chat.recursive_schema import recursive_schema
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 
@@ -97,7 +98,17 @@ def to_openai_tools(tools: Sequence[Tool | ToolSchema]) -> list[dict[str, Any]]:
     Raises:
         ConfigurationError: a tool without a valid name.
     """
-    return [_to_openai_tool(tool.schema if isinstance(tool, Tool) else tool) for tool in tools]
+    return [_to_openai_tool(_schema_of(tool) if isinstance(tool, Tool) else tool) for tool in tools]
+
+
+def _schema_of(tool: Tool) -> ToolSchema:
+    """A tool's schema. If arguments contain themselves AutoGen makes an endless object: they keep their ``$defs``."""
+    schema = tool.schema
+    full = recursive_schema(tool.args_type().model_json_schema()) if isinstance(tool, BaseTool) else None
+    if full is None:
+        return schema
+    kept = {key: full[key] for key in ("properties", "required", "$defs") if key in full}
+    return cast(ToolSchema, {**schema, "parameters": {**schema.get("parameters", {}), **kept}})
 
 
 def _to_openai_tool(schema: ToolSchema) -> dict[str, Any]:

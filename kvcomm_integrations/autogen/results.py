@@ -71,11 +71,15 @@ class Answer:
         call.arguments += chunk.arguments
 
     def _withdraw(self, chunk: InvalidCallChunk) -> list[str]:
-        """A call that was cut off becomes text, so that nothing runs it. Arguments that are no JSON AutoGen refuses."""
-        if not chunk.cut:
+        """A call that was cut off or has no name becomes text, so that nothing runs it.
+
+        Arguments that are no JSON AutoGen refuses itself, and tells the model.
+        """
+        if chunk.name and not chunk.cut:
             return []
         self.calls.remove(self._by_index.pop(chunk.index))
-        note = f"[{chunk.name} was not called: {chunk.error}. The model wrote: {chunk.written}]"
+        name = chunk.name or "A function without a name"
+        note = f"[{name} was not called: {chunk.error}. The model wrote: {chunk.written}]"
         shown = f"\n\n{note}" if self.text else note
         self.text += shown
         return [shown]
@@ -90,6 +94,8 @@ class Answer:
         for call in self.calls:
             call.arguments = call.arguments.strip() or "{}"
         reason = _FINISH.get(end.finish_reason, "unknown")
+        if reason == "function_calls" and not self.calls:
+            reason = "stop"
         thought = join_thought(self.reasoning, self.text) if self.calls else self.reasoning
         return CreateResult(
             finish_reason=cast(FinishReasons, reason),

@@ -178,7 +178,8 @@ class _Calls:
             if cut:
                 fault = f"{self._what_ended(end, size)} {fault}"
             call_id = next((part.id for part in parts if part.id), None)
-            yield InvalidCallChunk(index, call_id, name, arguments, self._written(index, name, arguments), fault, cut)
+            written = self._written(index, name, arguments) if cut else arguments
+            yield InvalidCallChunk(index, call_id, name, arguments, written, fault, cut)
 
     def _fault(self, index: int, name: str, arguments: str, end: Delta) -> tuple[str, bool]:
         """What is wrong with a call, if anything, and whether the end of the answer is to blame."""
@@ -188,6 +189,8 @@ class _Calls:
         closed = self._parser.closed(index)
         if (interrupted and closed is not True) or (closed is False and (stopped or given is not None)):
             return "before this call was complete, so it is not run", True
+        if not name:
+            return "the call names no function, so it is not run", False
         if given is None:
             return fault, False
         missing = [field for field in self._required.get(name, ()) if field not in given]

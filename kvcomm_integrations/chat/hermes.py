@@ -24,6 +24,7 @@ from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_ANY_NAME = re.compile(r"""(['"])name\1\s*:\s*['"]([\w.-]+)['"]""")
 _OPENS_JSON = ("{", "[")
 
 _INSTRUCTION = """You may call the functions listed here, one JSON object per line:
@@ -324,18 +325,32 @@ class _Call:
         return end + len(CALL_CLOSE), chunks
 
     def _whole(self, text: str) -> tuple[int, list[AnswerChunk]]:
-        """Keys in another order, or something that is no call: decide once the whole body is there."""
+        """Keys in another order, or no call of a function: decide once the whole body is there.
+
+        What is no such call becomes one without a name, or with arguments that are no JSON object: visible, never run.
+        """
         body, closed, _ = text.partition(CALL_CLOSE)
         self.closed = self._scan.done = True
         self.tagged, consumed = bool(closed), len(body) + len(closed)
-        try:
-            call = json.loads(body)
-            name = call["name"]
-            arguments = call.get("arguments", call.get("parameters", {}))
-        except (ValueError, TypeError, KeyError):
-            return consumed, [TextChunk(CALL_OPEN + body + closed)]
+        if not closed and not body.lstrip().startswith(_OPENS_JSON):
+            return consumed, [TextChunk(CALL_OPEN + body)]  # the tag is only spoken of
         self.named = True
-        return consumed, [CallChunk(self._index, id=new_call_id(), name=str(name), arguments=_as_text(arguments))]
+        name, arguments = _name_and_arguments(body)
+        return consumed, [CallChunk(self._index, id=new_call_id(), name=name, arguments=arguments)]
+
+
+def _name_and_arguments(body: str) -> tuple[str, str]:
+    try:
+        call = json.loads(body, strict=False)
+    except ValueError:
+        call = None
+    if not isinstance(call, dict):
+        found = _ANY_NAME.search(body)
+        return (found.group(2) if found else ""), body.strip()
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        return "", body.strip()
+    return name, _as_text(call.get("arguments", call.get("parameters", {})))
 
 
 class _JsonEnd:

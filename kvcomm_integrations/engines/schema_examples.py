@@ -28,31 +28,42 @@ def example_text(constraint: dict[str, Any]) -> str:
     raise ValueError(f"cannot make up text for structured output {sorted(constraint)}; give the fake engine a script")
 
 
-def example(schema: Schema | bool, root: Schema | None = None) -> Any:
-    """A value that follows a JSON schema: required properties only, first of every choice."""
+def example(schema: Schema | bool, root: Schema | None = None, via: tuple[str, ...] = ()) -> Any:
+    """A value that follows a JSON schema: required properties only, first of every choice.
+
+    Args:
+        schema: The schema, or a part of it.
+        root: What references are resolved in; the schema itself by default.
+        via: References on the way here. Where one comes again, lists are empty and what is optional is left out.
+    """
     if isinstance(schema, bool):
         return {}
     root = schema if root is None else root
     if "$ref" in schema:
-        return example(_resolve(root, schema["$ref"]), root)
+        return example(_resolve(root, schema["$ref"]), root, (*via, schema["$ref"]))
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
         return schema["enum"][0]
     for choice in ("anyOf", "oneOf", "allOf"):
         if schema.get(choice):
-            return example(schema[choice][0], root)
+            return example(next((s for s in schema[choice] if not _comes_again(s, via)), schema[choice][0]), root, via)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         properties = schema.get("properties", {})
-        names = schema.get("required") or list(properties)
-        return {name: example(properties.get(name, {}), root) for name in names}
+        names = schema.get("required") or [name for name, part in properties.items() if not _comes_again(part, via)]
+        return {name: example(properties.get(name, {}), root, via) for name in names}
     if kind == "array":
-        return [example(schema.get("items", {}), root)] * max(1, schema.get("minItems", 1))
+        items, least = schema.get("items", {}), schema.get("minItems", 0)
+        return [] if not least and _comes_again(items, via) else [example(items, root, via)] * max(1, least)
     if kind in ("integer", "number") and "minimum" in schema:
         return max(_SCALARS[kind], schema["minimum"])
     return _SCALARS.get(kind, "text")
+
+
+def _comes_again(schema: Schema | bool, via: tuple[str, ...]) -> bool:
+    return isinstance(schema, dict) and schema.get("$ref") in via
 
 
 def _resolve(root: Schema, reference: str) -> Schema:

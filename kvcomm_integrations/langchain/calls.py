@@ -7,11 +7,22 @@ stream would be run with what there was of its arguments. A last fragment that m
 from __future__ import annotations
 
 from langchain_core.messages import AIMessage, InvalidToolCall
+from langchain_core.utils.json import parse_partial_json
 
 from kvcomm_integrations.chat.chunks import InvalidCallChunk
 
 METADATA_KEY = "kvcomm"
 INVALID_KEY = "invalid_calls"
+
+
+def refused_by_core(call: InvalidCallChunk) -> bool:
+    """Whether core makes no object of what was handed out of a call, so that its arguments can stay as they are."""
+    if call.cut or not call.arguments:
+        return False
+    try:
+        return not isinstance(parse_partial_json(call.arguments), dict)
+    except ValueError:
+        return True
 
 
 def spoiling(call: InvalidCallChunk) -> str:
@@ -37,9 +48,18 @@ def spoiling(call: InvalidCallChunk) -> str:
 
 
 def described(calls: tuple[InvalidCallChunk, ...]) -> list[InvalidToolCall]:
-    """Invalid calls in LangChain's form, with the reason, which merging fragments would lose."""
+    """Invalid calls in LangChain's form, with the reason, which merging fragments would lose.
+
+    Of a call that was cut off the arguments are as the model wrote them; else they are those of the merged fragments.
+    """
     return [
-        InvalidToolCall(type="invalid_tool_call", id=call.id, name=call.name, args=call.written, error=call.error)
+        InvalidToolCall(
+            type="invalid_tool_call",
+            id=call.id,
+            name=call.name,
+            args=call.written if call.cut or refused_by_core(call) else call.arguments + spoiling(call),
+            error=call.error,
+        )
         for call in calls
     ]
 

@@ -16,7 +16,6 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
@@ -33,6 +32,7 @@ from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, 
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
 from kvcomm_integrations.langchain.options import call_keywords
 from kvcomm_integrations.langchain.profile import model_profile
+from kvcomm_integrations.langchain.schemas import openai_tool
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -268,7 +268,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
         Raises:
             ConfigurationError: ``tool_choice`` names no given tool.
         """
-        converted = [convert_to_openai_tool(tool) for tool in tools]
+        converted = [openai_tool(tool) for tool in tools]
         use = tool_use(converted, tool_choice)  # refuses a bad choice here rather than at the first call
         if use.named:
             tool_choice = {"type": "function", "function": {"name": use.named}}
@@ -315,7 +315,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
         """Prompt tokens of a conversation, chat template and tools included."""
         return self.runtime.count_tokens(
             to_chat_messages(messages),
-            tools=[convert_to_openai_tool(tool) for tool in tools] if tools else None,
+            tools=[openai_tool(tool) for tool in tools] if tools else None,
             template_kwargs=self.chat_template_kwargs,
         )
 

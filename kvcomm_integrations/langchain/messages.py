@@ -30,7 +30,7 @@ from kvcomm_integrations.chat.chunks import (
 )
 from kvcomm_integrations.engines.interface import TokenLogprob
 from kvcomm_integrations.errors import ConfigurationError
-from kvcomm_integrations.langchain.calls import INVALID_KEY, METADATA_KEY, described, spoiling
+from kvcomm_integrations.langchain.calls import INVALID_KEY, METADATA_KEY, described, refused_by_core, spoiling
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.wire import TREATMENTS
 
@@ -131,7 +131,7 @@ def to_generation_chunk(chunk: Chunk, *, model_name: str, blocks: bool = False) 
         kwargs = {"reasoning_content": chunk.text}
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=kwargs))
     if isinstance(chunk, InvalidCallChunk):
-        chunk = CallChunk(chunk.index, arguments=spoiling(chunk))
+        chunk = CallChunk(chunk.index, arguments="" if refused_by_core(chunk) else spoiling(chunk))
     if isinstance(chunk, CallChunk):
         return ChatGenerationChunk(message=_call_message(chunk, blocks))
     return _last_chunk(chunk, model_name)

@@ -12,8 +12,10 @@ from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.base import OutputParserLike
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from typing_extensions import is_typeddict
+
+from kvcomm_integrations.langchain.schemas import json_schema, openai_tool
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Schema = dict[str, Any] | type
@@ -37,11 +39,12 @@ def structured_model(
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(get_args(Method))}")
     if schema is None and method != "json_mode":
         raise ValueError(f"method={method!r} needs a schema; give one, or use method='json_mode'")
-    traced = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}} if schema else {}
+    shown = json_schema(schema) if schema and is_typeddict(schema) else schema  # core cannot read a recursive one
+    traced = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": shown}} if schema else {}
     bound = {**traced, **extra}
     llm: Runnable[LanguageModelInput, Any]
     if method == "function_calling" and schema is not None:
-        name = convert_to_openai_tool(schema)["function"]["name"]
+        name = openai_tool(schema)["function"]["name"]
         llm = model.bind_tools([schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **bound)
     else:
         llm = model.bind(response_format=_response_format(method, schema, strict), **bound)
@@ -56,8 +59,8 @@ def structured_model(
 def _response_format(method: Method, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
     if method == "json_mode" or schema is None:
         return {"type": "json_object"}
-    json_schema = convert_to_json_schema(schema)
-    described = {"name": json_schema.get("title", "answer"), "schema": json_schema}
+    full = json_schema(schema)
+    described = {"name": full.get("title", "answer"), "schema": full}
     return {"type": "json_schema", "json_schema": described if strict is None else {**described, "strict": strict}}
 
 
@@ -67,5 +70,5 @@ def _parser(method: Method, schema: Schema | None) -> OutputParserLike[Any]:
         return PydanticOutputParser(pydantic_object=pydantic) if pydantic else JsonOutputParser()
     if pydantic:
         return PydanticToolsParser(tools=[pydantic], first_tool_only=True)
-    name = convert_to_openai_tool(schema)["function"]["name"]
+    name = openai_tool(schema)["function"]["name"]
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)

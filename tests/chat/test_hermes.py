@@ -44,7 +44,7 @@ CASES = [
     (f"{A}\n{B}", {"parallel": False}, ("", "", [("f", ARGS_A)])),
     ("a < b <tool> c", {}, ("a < b <tool> c", "", [])),
     ("ends with <tool_ca", {}, ("ends with <tool_ca", "", [])),
-    ("<tool_call>nonsense</tool_call>", {}, ("<tool_call>nonsense</tool_call>", "", [])),
+    ("<tool_call>nonsense</tool_call>", {}, ("", "", [("", "nonsense")])),
     ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', {}, ("", "", [("f", ARGS_A)])),
     ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', {}, ("", "", [("f", ARGS_A)])),
     ('<tool_call>{"name": "f"}</tool_call>', {}, ("", "", [("f", "{}")])),

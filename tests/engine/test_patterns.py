@@ -41,7 +41,8 @@ TASK = " ".join(QUESTIONS)
 Call = tuple[str, dict[str, Any]]
 """Tool and arguments."""
 Row = tuple[str, str]
-"""Who called, and its contents in order: ``name`` is computed, ``name<agent`` is loaded from that agent's cache."""
+"""Who called, and its contents in order: ``name`` is computed, ``name<agent`` is loaded from that agent's cache, and
+``name<past`` carried over from the caller's own last turn."""
 
 
 class Scripted(ChatKVComm):
@@ -148,7 +149,9 @@ def told(report: RequestReport) -> Row:
     said = []
     for part in placeholders(report):
         name = part.name.removeprefix("agent:").replace(":response", "")
-        source = part.source or ("prefix" if part.exact == part.end - part.start else "")
+        tokens = part.end - part.start
+        known = "prefix" if part.exact == tokens else "past" if part.exact + part.carried == tokens else ""
+        source = part.source or known
         said.append(f"{name}<{source}" if source else name)
     return report.agent, " ".join(said)
 
@@ -287,8 +290,9 @@ async def test_thread(load: Any, trained: InProcessEngine) -> None:
             ("solver", "user_question"),
             ("critic", "user_question<solver solver<solver"),
             ("solver", "user_question<solver solver<solver critic<critic user_question#2"),
-            # The second question is shorter than what is repaired at the beginning of its run with the answer.
-            ("critic", "user_question<solver solver<solver critic<critic user_question#2 solver#2<solver"),
+            # The second question is shorter than what is repaired at the beginning of its run with the answer; what
+            # comes before the critic's own answer is of its own last turn.
+            ("critic", "user_question<past solver<past critic<critic user_question#2 solver#2<solver"),
         ],
     )
 

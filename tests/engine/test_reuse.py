@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcomm_integrations.wire import Mode
+from kvcomm_integrations.wire import TREATMENTS, Mode
 from tests.engine.helpers import END, QUESTIONS, Client, system
 
 pytestmark = [pytest.mark.engine, pytest.mark.served]
@@ -42,8 +42,8 @@ def test_reported_tokens_add_up_and_were_materialised(client: Client, session: s
     before = client.engine.call_workers("kvcomm_stats")[0]["loaded_tokens"]
     answer = client.ask(client.prompt(system("critic"), ("user_question", question), END), agent="c", session=session)
     report = answer.report
-    assert report.exact + report.loaded + report.repaired + report.computed == report.prompt_tokens
-    for field in ("exact", "loaded", "repaired", "computed"):
+    assert sum(getattr(report, treatment) for treatment in TREATMENTS) == report.prompt_tokens
+    for field in TREATMENTS:
         assert sum(getattr(s, field) for s in report.segments) == getattr(report, field)
     after = client.engine.call_workers("kvcomm_stats")[0]["loaded_tokens"]
     assert after - before == report.loaded > 0

@@ -173,12 +173,6 @@ def test_a_call_cut_off_by_the_limit_is_reported_as_invalid(make_tools):
     assert result.response_metadata["finish_reason"] == "length"
 
 
-def test_what_is_no_call_stays_text(make_tools):
-    text = "<tool_call>\nI would call the weather.\n</tool_call>"
-    result = make_tools(text).bind_tools(TOOLS).invoke("q")
-    assert result.content == text and result.tool_calls == []
-
-
 def test_without_tools_nothing_is_parsed(make_tools):
     text = block("weather", city="Paris")
     result = make_tools(text).invoke("q")

@@ -18,7 +18,7 @@ from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 from kvcomm_integrations.report.chat_file import Chat, read_chat, read_report
 from kvcomm_integrations.report.explain import Explanation, Forecast, beside, show
-from kvcomm_integrations.wire import EdgeReport, RequestReport, SegmentKind, SegmentReport
+from kvcomm_integrations.wire import TREATMENTS, EdgeReport, RequestReport, SegmentKind, SegmentReport
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -76,8 +76,8 @@ def parts(explanation: Explanation) -> dict[str, SegmentReport]:
 
 def adds_up(explanation: Explanation) -> bool:
     report = explanation.report
-    total = report.exact + report.loaded + report.repaired + report.computed
-    sizes = [part.exact + part.loaded + part.repaired + part.computed for part in report.segments]
+    total = sum(getattr(report, treatment) for treatment in TREATMENTS)
+    sizes = [sum(getattr(part, treatment) for treatment in TREATMENTS) for part in report.segments]
     return total == report.prompt_tokens and sizes == [part.end - part.start for part in report.segments]
 
 
