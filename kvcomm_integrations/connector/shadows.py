@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from kvcomm_integrations.connector.metadata import StepMetadata
 from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
 from kvcomm_integrations.planning.rates import Rates
 from kvcomm_integrations.planning.shadow_queue import ShadowQueue, ShadowTask
+from kvcomm_integrations.reuse.traits import policy_traits
 from kvcomm_integrations.wire import Mode
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ PREFIX = "kvcomm-shadow-"
 """Names of shadow requests begin so."""
 FIRST_SLICE = 32
 """Tokens of a slice while the price of a token is not known."""
+LEARNED = 16
+"""Tokens that are learned from, or harvested, in the time in which one is computed; fewer than any machine's so far."""
 MARGIN = 0.8
 """Share of the bound that a slice is planned to take."""
 
@@ -64,6 +67,19 @@ class Errand:
     harvests: deque[HarvestJob] = field(default_factory=deque)
     auditing: bool = False
     """An audit has been begun and not reported."""
+    learning: bool = False
+    """Something has been learned: a second time it must not be."""
+
+    def next_part(self, most: int) -> ObserveJob:
+        """The next example, or as much of it as ``most`` tokens if its policy can learn part by part."""
+        self.learning = True
+        job = self.observes.popleft()
+        traits = policy_traits(job.policy)
+        if job.tokens <= most or traits is None or not traits.parts:
+            return job
+        later = replace(job, offset=job.offset + most, start=job.start + most, first=job.first + most)
+        self.observes.appendleft(replace(later, tokens=job.tokens - most))
+        return replace(job, tokens=most)
 
 
 class Shadows:
@@ -125,8 +141,11 @@ class Shadows:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            if self._errand is not None:
-                self.queue.add(self._stop(self._errand))
+            errand = self._errand
+            if errand is not None:
+                task = self._stop(errand)
+                if not errand.learning:
+                    self.queue.add(task)
             if self._arrived and self.door is not None:
                 self.door.end(self._name)
 
@@ -248,9 +267,13 @@ class Shadows:
                 meta.sliced_audit = errand.audits.popleft()
                 errand.auditing = True
             elif errand.observes:
-                meta.observes.append(errand.observes.popleft())
+                meta.observes.append(errand.next_part(LEARNED * self.slice_tokens))
             elif errand.harvests:
-                meta.harvests.append(errand.harvests.popleft())
+                job = errand.harvests.popleft()
+                if job.end - job.start <= LEARNED * self.slice_tokens:
+                    meta.harvests.append(job)
+                else:  # it would take too long, and users' requests will do it
+                    self._withdraw(job.ref_id)
             else:
                 meta.releases.append(errand.req_id)
                 self._errand = None

@@ -64,6 +64,8 @@ class ObserveJob:
     blocks: tuple[int, ...]
     start: int
     tokens: int
+    first: int = 0
+    """Position of the first of them within the content: what comes before has been learned in an earlier job."""
 
 
 @dataclass(frozen=True)

@@ -88,25 +88,26 @@ class EdgeRegression:
         whitening = min(self.layers - 1, LEVERAGE_LAYERS) * self.kv_heads * 2 * dim * (2 * dim + 1)
         return self.moments.nbytes + (solved + whitening) * self.moments.mean.element_size()
 
-    def learn(self, reference: KV, truth: KV) -> None:
-        """Take in one example: KV ``(layers, kv_heads, tokens, head_dim)`` of a segment's first tokens.
+    def learn(self, reference: KV, truth: KV, start: int = 0) -> None:
+        """Take in one example or a later part of it: KV ``(layers, kv_heads, tokens, head_dim)`` of a segment's tokens.
 
         Args:
             reference: keys before rotation and values of the source.
             truth: what the target computed.
+            start: position of the first of them within the segment; a part that begins later is no further example.
         """
         self._check(reference)
         dim, features, tokens = self.head_dim, self.moments.features, reference.keys.shape[2]
         rows = torch.empty(self.layers - 1, self.kv_heads, tokens, features + 2 * dim, device=self.moments.mean.device)
         rows[..., :dim] = reference.keys[1:]
         rows[..., dim : 2 * dim] = reference.values[1:]
-        rows[..., 2 * dim : features] = _position_features(tokens, 0, rows)
+        rows[..., 2 * dim : features] = _position_features(tokens, start, rows)
         rows[..., features : features + dim] = truth.keys[1:]
         rows[..., features + dim :] = truth.values[1:]
         rows[..., features:] -= rows[..., : 2 * dim]
         with self._lock:
             self.moments.add(rows.flatten(0, 1))
-            self.examples += 1
+            self.examples += start == 0
             self._map = self._whitening = None
 
     def merge(self, other: EdgeRegression) -> None:

@@ -24,6 +24,8 @@ class PolicyTraits:
     """It chooses what to recompute by looking at the true KV, so it can only be compared, not used to save time."""
     gates: bool = False
     """``ready`` says whether a content may be loaded, by the entropy criterion of the policy's paper."""
+    parts: bool = False
+    """It can learn from an example part by part."""
     chains: bool = False
     """It wants references of the agent that consumed the content just before."""
 
@@ -34,7 +36,7 @@ POLICIES = {
     "full_share": PolicyTraits("FullShare", repairs=False, rotates=False),
     "kvcmas": PolicyTraits("KVCMAS", learns=True, repairs=False, gates=True, chains=True),
     "kvcomm": PolicyTraits("KVCOMM", learns=True, repairs=False, gates=True),
-    "ridge": PolicyTraits("Ridge", learns=True),
+    "ridge": PolicyTraits("Ridge", learns=True, parts=True),
 }
 """By name, which is also the name of the policy's module."""
 

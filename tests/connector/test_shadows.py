@@ -171,12 +171,13 @@ def test_a_users_request_ends_it_at_any_moment_and_nothing_stays_behind(moment: 
     else:
         assert door.ended == [request.request_id]
     assert len(engine.half.index) == entries, "its reservations are withdrawn"
-    assert len(engine.half.shadows.queue) == 1, "it is tried again"
+    again = moment != "learning"
+    assert len(engine.half.shadows.queue) == again, "it is tried again, unless it has taught something already"
     assert not engine.half.shadows.busy and not door.wait(0.1), "a user's request is being served"
     engine.admit(user)
     engine.prefill(user)
     engine.finish(user, [1, 2])
-    assert door.wait(), "and then it is"
+    assert door.wait(0.2) == again
 
 
 def test_no_user_waits_for_a_content_that_only_a_shadow_request_was_computing() -> None:
@@ -281,6 +282,35 @@ def test_slices_take_as_long_as_they_may() -> None:
     assert door.limit is not None and door.limit <= 2
     door.steps_ahead = 2
     assert engine.half.shadows.slice_ms == 20
+
+
+def test_a_long_example_is_learned_in_parts_and_a_long_content_is_left_to_users() -> None:
+    content = list(range(1000, 1400))
+    engine, door = world()
+    for _ in range(5):
+        engine.half.update_connector_output(WorkerReport(forward=(4, 10.0)))
+        engine.half.update_connector_output(WorkerReport(forward=(1000, 4010.0)))  # 7 tokens in 30 ms
+    engine.run(ask("planner", question=content), [1, 2])
+    engine.run(ask("solver", question=content), [3, 4, 5])
+    door.wait()
+    request = door.arrive()
+    compute(engine, request)
+    jobs = [job for meta in orders(engine, 20) for job in meta.observes]
+    most = 16 * 7
+    assert [job.tokens for job in jobs] == [most, most, most, 400 - 3 * most]
+    assert [job.first for job in jobs] == [0, most, 2 * most, 3 * most]
+    assert [(job.start, job.offset) for job in jobs] == [(20 + job.first, job.first) for job in jobs]
+
+
+@pytest.mark.parametrize("learned", [0, 1])
+def test_what_has_been_learned_once_is_not_learned_again(learned: int) -> None:
+    engine, door = world()
+    two_agents(engine)
+    door.wait()
+    compute(engine, door.arrive())
+    orders(engine, 1 + learned)
+    engine.half.on_new_request(ask("critic"))
+    assert len(engine.half.shadows.queue) == 1 - learned
 
 
 def test_its_audit_is_of_what_was_served_and_needs_what_that_was_loaded_from() -> None:

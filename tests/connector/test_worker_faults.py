@@ -175,7 +175,7 @@ def test_before_that_ranks_agree_not_to_start(
 def test_ranks_agree_before_an_audit(half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
     """A rank that does not come along would leave the others waiting inside the model."""
     started: list[AuditJob] = []
-    monkeypatch.setattr(worker_module, "audit", lambda runner, cache, job, *rest: started.append(job) or [])
+    monkeypatch.setattr(worker_module, "audit", lambda runner, cache, job, *rest: started.append(job) or iter(()))
     job = AuditJob("r", (5, 6, 7), (0,) * 42, 40, 0, (AuditVariant("aligned", (SPAN,), ((0, 20),), 40),))
     half.save(StepMetadata(audits=[job]))
     assert started == [job]

@@ -226,3 +226,22 @@ def test_another_models_content_is_refused():
     ridge.observe(EDGE, reference, reference)
     with pytest.raises(ValueError, match="8 channels"):
         ridge.correct(EDGE, random_kv(5, dim=8))
+
+
+def test_an_example_learned_in_parts_is_one_example_and_gives_the_same():
+    torch.manual_seed(0)
+    whole, parts = Ridge(rank=8), Ridge(rank=8)
+    for tokens in (40, 33):
+        reference = random_kv(tokens)
+        truth = drifted(reference)
+        whole.observe(EDGE, reference, truth)
+        cut = lambda kv, start, end: KV(*(half[:, :, start:end] for half in kv))  # noqa: E731
+        parts.observe(EDGE, cut(reference, 0, 16), cut(truth, 0, 16))
+        for start in (16, 32):
+            parts.observe_further(EDGE, cut(reference, start, start + 16), cut(truth, start, start + 16), start)
+    content = random_kv(12)
+    assert parts.ready(EDGE).examples == whole.ready(EDGE).examples == 2
+    assert largest_difference(whole.correct(EDGE, content), parts.correct(EDGE, content)) < 1e-4
+    parts.forget(EDGE)
+    parts.observe_further(EDGE, content, content, 16)
+    assert parts.ready(EDGE).examples == 0

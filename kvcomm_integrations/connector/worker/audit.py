@@ -11,6 +11,7 @@ the KV back.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from kvcomm_integrations.connector.worker.repair import Gap, repair
 from kvcomm_integrations.planning.jobs import AuditJob, AuditResult, AuditVariant, LoadSpan
 from kvcomm_integrations.reuse.kv import KV
 
+COPIED = 16
+"""Tokens that are read, estimated or written in the time in which one is computed; fewer than any machine's so far."""
 Estimate = Callable[[str, LoadSpan], KV]
 """Policy name and span to the KV that reuse would write."""
 Select = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -52,16 +55,20 @@ def audit(
     """
     end = len(job.token_ids)
     compared = end - job.prompt_tokens + 1
-    saved = cache.read(job.blocks, job.exact, end)
+    saved: list[tuple[int, KV]] = []
     try:
+        for start, stop in _windows(job.exact, end, budget):
+            saved.append((start, cache.read(job.blocks, start, stop)))
+            yield []
+        true_keys = torch.cat([kv.keys[1] for _, kv in saved], dim=1)  # (kv_heads, tokens, head_dim)
         dense = _last_logits(runner, cache, job, [(job.prompt_tokens - 1, end)], compared)
         results = []
         for variant in job.variants:
             chosen: list[tuple[int, int]] = []
-            for span in variant.spans:
+            for span in (part for whole in variant.spans for part in _parts(whole, budget)):
                 kv = estimate(variant.policy, span)
                 cache.write(job.blocks, span.start, kv)
-                true = saved.keys[1, :, span.start - job.exact : span.end - job.exact]
+                true = true_keys[:, span.start - job.exact : span.end - job.exact]
                 tokens = None if span.exact else select(variant.policy, kv.keys[1], true)
                 if tokens is not None:
                     chosen += [(span.start + t, span.start + t + 1) for t in tokens.tolist()]
@@ -75,7 +82,22 @@ def audit(
                 results.append(_result(job, variant, len(chosen), dense, reuse))
         yield results
     finally:
-        cache.write(job.blocks, job.exact, saved)
+        for start, kv in saved:
+            cache.write(job.blocks, start, kv)
+
+
+def _windows(start: int, end: int, budget: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    """Tokens ``[start, end)`` in windows that are copied in the time that the budget's tokens are computed in."""
+    while start < end:
+        stop = min(end, start + COPIED * max(1, budget()))
+        yield start, stop
+        start = stop
+
+
+def _parts(span: LoadSpan, budget: Callable[[], int]) -> Iterator[LoadSpan]:
+    """A span in such windows."""
+    for start, end in _windows(span.start, span.end, budget):
+        yield replace(span, offset=span.offset + start - span.start, start=start, end=end)
 
 
 def _pieces(gaps: Sequence[tuple[int, int]], budget: Callable[[], int], last: int) -> Iterator[list[tuple[int, int]]]:

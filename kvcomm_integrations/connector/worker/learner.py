@@ -107,8 +107,8 @@ class Learner:
             self.policies[name] = create_policy(name, **options)
         return self.policies[name]
 
-    def learn(self, name: str, edge: Edge, reference: Reference, part: slice, truth: KV) -> None:
-        """Take an example of an edge.
+    def learn(self, name: str, edge: Edge, reference: Reference, part: slice, truth: KV, first: int = 0) -> None:
+        """Take an example of an edge, or a later part of one.
 
         Args:
             name: the policy that learns.
@@ -116,12 +116,16 @@ class Learner:
             reference: what a load would start from.
             part: its tokens that the truth is of.
             truth: dense KV, keys without rotation.
+            first: position of its first token within the content.
         """
         policy = self.policy(name)
         keys, values = (half[:, :, part].to(truth.keys.device) for half in reference.kv)
         before = policy.edges()
         self.changed = True
-        policy.observe(edge, KV(keys, values), truth)
+        if first:
+            policy.observe_further(edge, KV(keys, values), truth, first)
+        else:
+            policy.observe(edge, KV(keys, values), truth)
         self._examples[(name, edge)] = policy.ready(edge).examples
         self._note_forgotten(name, before)
         self.leverages.learned(name, edge)

@@ -483,7 +483,7 @@ class ConnectorWorker:
             if not is_finite(truth):
                 raise EngineError("the engine's own KV holds NaN or infinity")
             part = slice(job.offset, job.offset + job.tokens)
-            self.learner.learn(job.policy, job.edge, reference, part, truth)
+            self.learner.learn(job.policy, job.edge, reference, part, truth, job.first)
         except KeyError as error:  # a reference that failed to be stored on this rank
             logger.info("Learning from %s for %s was not possible: %s", job.edge.source, job.edge.target, error)
         except Exception:  # a lost example costs some accuracy later, nothing else

@@ -116,6 +116,15 @@ class Policy:
             truth: what the target computed for the same tokens, same shapes.
         """
 
+    def observe_further(self, edge: Edge, reference: KV, truth: KV, start: int) -> None:
+        """Learn from a later part of the example that was observed last, if traits say that examples have ``parts``.
+
+        Args:
+            edge, reference, truth: as of `observe`.
+            start: position of the part's first token within the content.
+        """
+        raise NotImplementedError(f"{type(self).__name__} learns from whole contents")
+
     def ready(self, edge: Edge, reference: KV | None = None) -> Readiness:
         """What is known about an edge and, given a content's ``reference`` (as for `correct`), how new that is."""
         return Readiness(examples=0, ready=True, reason="nothing to learn")

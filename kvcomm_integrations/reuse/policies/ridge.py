@@ -70,6 +70,12 @@ class Ridge(LearningPolicy[EdgeRegression]):
         state.learn(reference, truth)
         self._keep(edge, state)
 
+    def observe_further(self, edge: Edge, reference: KV, truth: KV, start: int) -> None:
+        """Add the moments of the same example's later tokens; nothing if the edge has been forgotten since."""
+        state = self._use(edge)
+        if state is not None and check_example(reference, truth):
+            state.learn(reference, truth, start)
+
     def ready(self, edge: Edge, reference: KV | None = None) -> Readiness:
         """Ready from the first example on."""
         state = self.states.get(edge)
