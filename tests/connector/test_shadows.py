@@ -193,7 +193,7 @@ def test_no_user_waits_for_a_content_that_only_a_shadow_request_was_computing() 
 
 @pytest.mark.parametrize("change", ["release", "reset", "weights", "release in a request"])
 def test_what_is_forgotten_is_not_computed_again(change: str) -> None:
-    engine, door = world(idle_after_ms=60.0)
+    engine, door = world(idle_after_ms=500.0)
     two_agents(engine)
     if change == "release":
         engine.half.release_session("t", "s")
@@ -203,7 +203,7 @@ def test_what_is_forgotten_is_not_computed_again(change: str) -> None:
         engine.half.update_connector_output(WorkerReport(weights=1))
     else:
         engine.run(ask("critic", question=list(range(300, 340)), release=True), [1, 2])
-    assert not door.wait(0.2)
+    assert not door.wait(1.0)
 
 
 @pytest.mark.parametrize("moment", ["submitted", "running", "auditing"])
