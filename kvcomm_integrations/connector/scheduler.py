@@ -113,7 +113,7 @@ class ConnectorScheduler:
         self.meter = ReuseMeter(config.metric_labels, self.planner, self.breaker)
         self._reports = WorkerReports(self.planner, self.breaker)
         self.lineages = Lineages()
-        self.shadows = Shadows(config, self.planner.rates, self.index.withdraw)
+        self.shadows = Shadows(config, self.index.withdraw)
         self.meter.waiting = self.shadows.queue.__len__
         self._hash_block = hash_block_size(vllm_config, cache) if cache.kv_cache_groups else 1
         self._live: dict[str, LiveRequest] = {}
@@ -418,8 +418,6 @@ class ConnectorScheduler:
             self._forget_spoilt(report)
             if report.audit_over:
                 self.shadows.audited()
-            if report.forward is not None:
-                self.shadows.timed(report.forward[1])
             if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
                 self._finished = [LastJobs(last.req_id, [], [], []) for last in self._finished]
                 self.lineages.clear()

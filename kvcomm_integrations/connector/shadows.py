@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,6 @@ from typing import Protocol
 from kvcomm_integrations.config import ReuseConfig
 from kvcomm_integrations.connector.metadata import StepMetadata
 from kvcomm_integrations.planning.jobs import AuditJob, HarvestJob, ObserveJob
-from kvcomm_integrations.planning.rates import Rates
 from kvcomm_integrations.planning.shadow_queue import ShadowQueue, ShadowTask
 from kvcomm_integrations.reuse.traits import policy_traits
 from kvcomm_integrations.wire import Mode
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 PREFIX = "kvcomm-shadow-"
 """Names of shadow requests begin so."""
 FIRST_SLICE = 32
-"""Tokens of a slice while the price of a token is not known."""
+"""Tokens of the first slice, while the price of a token is not known."""
+MOST_TOKENS = 1 << 14
+"""Tokens of the longest slice."""
 LEARNED = 16
 """Tokens that are learned from, or harvested, in the time in which one is computed; fewer than any machine's so far."""
 MARGIN = 0.8
@@ -87,15 +89,17 @@ class Shadows:
 
     Args:
         config: our settings.
-        rates: what computing costs on this engine.
         withdraw: gives up a reference that was reserved and will not be harvested.
+        clock: monotonic time, seconds.
     """
 
-    def __init__(self, config: ReuseConfig, rates: Rates, withdraw: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: ReuseConfig, withdraw: Callable[[int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.queue = ShadowQueue(config.idle_budget)
         self.door: Door | None = None
         self._config = config
-        self._rates = rates
+        self._clock = clock
         self._withdraw = withdraw
         self._lock = threading.RLock()
         self._numbers = count()
@@ -107,8 +111,9 @@ class Shadows:
         self._arrived = False
         self._dropped = False
         """What has been begun is not to be tried again."""
-        self._share = 1.0
-        """What a slice takes in tokens, of what the rates say: later tokens attend to more."""
+        self._tokens = float(FIRST_SLICE)
+        self._step_began: float | None = None
+        """When the latest step of ours began; ``None`` outside of them."""
         self._errand: Errand | None = None
         self._abandon: list[str] = []
 
@@ -235,22 +240,24 @@ class Shadows:
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens that are expected to take as long as that."""
-        if self._rates.token_ms is None:
-            return FIRST_SLICE
-        return max(1, int(self._share * max(0.0, self.slice_ms - self._rates.step_ms) / self._rates.token_ms))
+        """Tokens that are expected to take as long as that, by how long our own steps have taken."""
+        return max(1, int(self._tokens))
 
-    def timed(self, ms: float) -> None:
-        """A forward has taken so many milliseconds; if it was ours, the next one is made longer or shorter."""
+    def _time_step(self) -> None:
+        """A step begins; if the one before it was ours, this one is made as much longer or shorter as that demands."""
+        now, before, self._step_began = self._clock(), self._step_began, None
         if self._arrived:
-            fitting = self.slice_ms / max(ms, 1e-3)
-            self._share = min(2.0, max(0.02, self._share * min(1.2, fitting)))
+            self._step_began = now
+            if before is not None:
+                fitting = self.slice_ms / max(1e3 * (now - before), 1e-3)
+                self._tokens = max(1.0, min(MOST_TOKENS, self._tokens * min(1.25, max(0.5, fitting))))
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 
     def order(self, meta: StepMetadata) -> None:
         """Add to a step's orders: the next job of a shadow request's, or that what was begun is undone."""
         with self._lock:
+            self._time_step()
             if self._arrived and self.door is not None and self._resting:
                 self.door.limit_steps(self.slice_tokens)
             if self._abandon:

@@ -23,22 +23,13 @@ class Rates:
     def __init__(self) -> None:
         self._step, self._token, self._load, self._extra = (deque[float](maxlen=KEPT) for _ in range(4))
 
-    @property
-    def token_ms(self) -> float | None:
-        """What a token of a prompt costs beyond the step itself; ``None`` while too little is known."""
-        return median(self._token) if len(self._token) >= LEAST else None
-
-    @property
-    def step_ms(self) -> float:
-        """What a step costs that computes hardly anything."""
-        return median(self._step) if self._step else 0.0
-
     def note_forward(self, tokens: int, ms: float) -> None:
         """A forward of vLLM's has been timed."""
         if tokens <= SMALL_STEP:
             self._step.append(ms)
         elif tokens >= LARGE_STEP:
-            self._token.append(max(0.0, ms - self.step_ms) / tokens)
+            base = median(self._step) if self._step else 0.0
+            self._token.append(max(0.0, ms - base) / tokens)
 
     def note_plan(self, plan: Plan, load_ms: float, repair_ms: float) -> None:
         """A plan has been carried out, alone in its step."""

@@ -269,27 +269,33 @@ def test_a_request_that_cannot_be_computed_is_given_up_after_some_tries() -> Non
 def test_slices_take_as_long_as_they_may() -> None:
     engine, door = world(idle_slice_ms=50.0)
     two_agents(engine)
-    for _ in range(5):
-        engine.half.update_connector_output(WorkerReport(forward=(4, 10.0)))
-        engine.half.update_connector_output(WorkerReport(forward=(1000, 510.0)))
     door.wait()
+    now = [0.0]
+    shadows = engine.half.shadows
+    shadows._clock = lambda: now[0]
     request = door.arrive()
-    assert door.limit == int((0.8 * 50 - 10) / 0.5)
+    assert door.limit == FIRST_SLICE and shadows.slice_ms == 40
     engine.admit(request)
-    for _ in range(30):  # later tokens cost more, and every fifth step is a slow one
-        engine.half.update_connector_output(WorkerReport(forward=(32, 80.0)))
-        engine.step()
-    assert door.limit is not None and door.limit <= 2
+
+    def steps(count: int, ms_per_token: float) -> None:
+        for _ in range(count):
+            engine.step()
+            now[0] += (10 + ms_per_token * (door.limit or 0)) / 1e3
+
+    steps(40, 0.1)
+    assert door.limit is not None and 240 <= door.limit <= 300
+    steps(40, 3.0)  # later tokens attend to more
+    assert 8 <= door.limit <= 10
+    steps(40, 1000.0)
+    assert door.limit == 1
     door.steps_ahead = 2
-    assert engine.half.shadows.slice_ms == 20
+    assert shadows.slice_ms == 20
 
 
 def test_a_long_example_is_learned_in_parts_and_a_long_content_is_left_to_users() -> None:
     content = list(range(1000, 1400))
     engine, door = world()
-    for _ in range(5):
-        engine.half.update_connector_output(WorkerReport(forward=(4, 10.0)))
-        engine.half.update_connector_output(WorkerReport(forward=(1000, 4010.0)))  # 7 tokens in 30 ms
+    engine.half.shadows._tokens = 7.9
     engine.run(ask("planner", question=content), [1, 2])
     engine.run(ask("solver", question=content), [3, 4, 5])
     door.wait()

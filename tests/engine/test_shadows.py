@@ -105,6 +105,6 @@ def test_who_asks_at_once_and_again_is_served_as_if_there_were_none(client: Clie
         assert plain.report.exact == 0 and plain.ids == dense.ids
     engine = client.engine
     assert isinstance(engine, InProcessEngine)
-    client.engine.release_session("default", "busy 5")
+    engine.release_session("busy 5")
     time.sleep(1)
     engine.drain(timeout=60)
