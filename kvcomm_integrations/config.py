@@ -135,7 +135,8 @@ class ReuseConfig(Settings):
     idle_after_ms: float = Field(default=200.0, ge=0)
     """How long nobody must have asked anything before one begins, ms."""
     idle_slice_ms: float = Field(default=50.0, gt=0)
-    """Longest time for which one may keep a user's request waiting, ms: it is computed in slices as long as this."""
+    """Longest time for which one may keep a user's request waiting, ms: it is computed in slices as long as this, of
+    eight tokens at least."""
     max_divergence: float = Field(default=0.5, gt=0)
     """First-token KL (nats) beyond which an edge repairs deeper, then closes."""
     small_divergence: float = Field(default=0.0, ge=0)

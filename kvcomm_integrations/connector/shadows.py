@@ -29,11 +29,12 @@ PREFIX = "kvcomm-shadow-"
 """Names of shadow requests begin so."""
 FIRST_SLICE = 32
 """Tokens of the first slice, while the price of a token is not known."""
-MOST_TOKENS = 1 << 14
-"""Tokens of the longest slice."""
+LEAST_TOKENS, MOST_TOKENS = 8, 1 << 14
+"""Tokens of a slice. Where a step of one token takes longer than the bound already, less than the least would only take
+more of such steps."""
 LEARNED = 16
 """Tokens that are learned from, or harvested, in the time in which one is computed; fewer than any machine's so far."""
-MARGIN = 0.8
+MARGIN = 0.9
 """Share of the bound that a slice is planned to take."""
 
 
@@ -241,7 +242,7 @@ class Shadows:
     @property
     def slice_tokens(self) -> int:
         """Tokens that are expected to take as long as that, by how long our own steps have taken."""
-        return max(1, int(self._tokens))
+        return int(self._tokens)
 
     def _time_step(self) -> None:
         """A step begins; if the one before it was ours, this one is made as much longer or shorter as that demands."""
@@ -250,7 +251,7 @@ class Shadows:
             self._step_began = now
             if before is not None:
                 fitting = self.slice_ms / max(1e3 * (now - before), 1e-3)
-                self._tokens = max(1.0, min(MOST_TOKENS, self._tokens * min(1.25, max(0.5, fitting))))
+                self._tokens = max(LEAST_TOKENS, min(MOST_TOKENS, self._tokens * min(1.25, max(0.5, fitting))))
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.connector.shadows import FIRST_SLICE
+from kvcomm_integrations.connector.shadows import FIRST_SLICE, LEAST_TOKENS
 from kvcomm_integrations.planning.jobs import LoadResult
 from kvcomm_integrations.wire import WIRE_KEY
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
@@ -274,7 +274,7 @@ def test_slices_take_as_long_as_they_may() -> None:
     shadows = engine.half.shadows
     shadows._clock = lambda: now[0]
     request = door.arrive()
-    assert door.limit == FIRST_SLICE and shadows.slice_ms == 40
+    assert door.limit == FIRST_SLICE and shadows.slice_ms == 45
     engine.admit(request)
 
     def steps(count: int, ms_per_token: float) -> None:
@@ -283,13 +283,13 @@ def test_slices_take_as_long_as_they_may() -> None:
             now[0] += (10 + ms_per_token * (door.limit or 0)) / 1e3
 
     steps(40, 0.1)
-    assert door.limit is not None and 240 <= door.limit <= 300
+    assert door.limit is not None and 280 <= door.limit <= 350
     steps(40, 3.0)  # later tokens attend to more
-    assert 8 <= door.limit <= 10
+    assert 9 <= door.limit <= 12
     steps(40, 1000.0)
-    assert door.limit == 1
+    assert door.limit == LEAST_TOKENS
     door.steps_ahead = 2
-    assert shadows.slice_ms == 20
+    assert shadows.slice_ms == 22.5
 
 
 def test_a_long_example_is_learned_in_parts_and_a_long_content_is_left_to_users() -> None:

@@ -15,7 +15,7 @@ from kvcomm_integrations.wire import Mode, RequestReport
 from tests.engine.helpers import END, QUESTIONS, Answer, Client, Part, system
 
 pytestmark = pytest.mark.engine
-REUSE = ReuseConfig(only_if_faster=False, idle_after_ms=50.0, min_segment_tokens=1)
+REUSE = ReuseConfig(only_if_faster=False, idle_after_ms=50.0, idle_slice_ms=200.0, min_segment_tokens=1)
 TURN = "<|im_end|>\n<|im_start|>user\n"
 
 
