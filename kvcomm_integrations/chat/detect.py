@@ -12,6 +12,7 @@ from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
 
 _MARKS: tuple[tuple[tuple[str, ...], str, str | None], ...] = (
     (("<arg_key>", "<arg_value>"), "glm45", "glm45"),
+    (("<function=", "<parameter=", "<think>"), "qwen3_coder", "qwen3"),
     (("<function=", "<parameter="), "qwen3_coder", None),
     (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
     (("<|tool_calls_section_begin|>",), "kimi_k2", None),

@@ -40,7 +40,10 @@ To call a function, answer with one block per call:
 class HermesFormat(ToolFormat):
     """Tool calls as JSON between ``<tool_call>`` tags, thinking between ``<think>`` tags."""
 
-    calls_beside_answer = True
+    @property
+    def calls_beside_answer(self) -> bool:
+        """See ``ToolFormat``."""
+        return True
 
     def encode(
         self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
@@ -84,10 +87,10 @@ class HermesFormat(ToolFormat):
             "stop_after_first": not use.parallel or use.named is not None,
         }
         if use.required:
-            return _structural(calls)
+            return structural(calls)
         if answer is not None:
-            return _structural({"type": "or", "elements": [calls, _answer_format(answer)]})
-        return _structural({"type": "triggered_tags", "triggers": [CALL_OPEN], "tags": tags})
+            return structural({"type": "or", "elements": [calls, answer_format(answer)]})
+        return structural({"type": "triggered_tags", "triggers": [CALL_OPEN], "tags": tags})
 
     def parser(
         self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool
@@ -116,18 +119,19 @@ def after_thinking(constraint: dict[str, Any] | None, tokenizer: ChatTokenizer, 
         if form["type"] not in ("tags_with_separator", "or"):
             return constraint
     else:
-        form = _answer_format(constraint)
+        form = answer_format(constraint)
     block = {"type": "tag", "begin": "" if opened else THINK_OPEN, "content": {"type": "any_text"}, "end": THINK_CLOSE}
     space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
     thought = {"type": "sequence", "elements": [block, space, form]}
-    return _structural(thought if opened else {"type": "or", "elements": [thought, form]})
+    return structural(thought if opened else {"type": "or", "elements": [thought, form]})
 
 
-def _structural(form: dict[str, Any]) -> dict[str, Any]:
+def structural(form: dict[str, Any]) -> dict[str, Any]:
+    """A structured-output constraint of one of xgrammar's formats."""
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
 
 
-def _answer_format(answer: dict[str, Any]) -> dict[str, Any]:
+def answer_format(answer: dict[str, Any]) -> dict[str, Any]:
     """A structured-output constraint as part of a structural tag."""
     if "json" in answer:
         schema = answer["json"]

@@ -138,9 +138,11 @@ class AnswerParser(ABC):
 class ToolFormat(ABC):
     """How one model family is told of tools and how it calls them. Stateless; shared by all requests."""
 
-    calls_beside_answer = False
-    """One request may have tools and a structured output: the model then gives either. Where this is not so, the
-    output's constraint would forbid every call."""
+    @property
+    def calls_beside_answer(self) -> bool:
+        """One request may have tools and a structured output: the model then gives either. Where this is not so, such
+        a request is refused, since the output's constraint would forbid every call."""
+        return False
 
     @abstractmethod
     def encode(

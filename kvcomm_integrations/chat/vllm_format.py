@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvcomm_integrations.chat.chunks import AnswerChunk, CallChunk, ReasoningChunk, TextChunk
-from kvcomm_integrations.chat.hermes import HermesFormat, after_thinking, new_call_id
+from kvcomm_integrations.chat.hermes import HermesFormat, after_thinking, answer_format, new_call_id, structural
 from kvcomm_integrations.chat.tool_format import AnswerParser, ToolFormat, ToolUse
 from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.engines.vllm_args import require_vllm
@@ -68,6 +68,12 @@ _TAGS = {
 """Name of the tag around a call, by parser, for the families whose arguments are not JSON."""
 
 
+_FORMED = frozenset({"llama3_json", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "hermes"})
+"""Parsers with which vLLM constrains calls in the family's own language, checked with vLLM 0.32."""
+_BARE = frozenset({"llama3_json", "llama4_json"})
+"""Parsers of families whose calls are JSON without any mark: an answer that is JSON with a name may be no call."""
+
+
 class VllmAnswerParser(AnswerParser):
     """One answer, read by vLLM's streaming parsers.
 
@@ -93,6 +99,9 @@ class VllmAnswerParser(AnswerParser):
         self._parser = self._make()
         self._prompt_ids = list(prompt.token_ids)
         self._parallel = use.parallel
+        self._tools = {tool["function"]["name"] for tool in use.tools} if tool_parser in _BARE else None
+        self._is_answer = False
+        """It looks like a call, but of no tool of the request."""
         self._named: set[int] = set()
         self._arguments: dict[int, str] = {}
         self._last_index = 0
@@ -113,12 +122,16 @@ class VllmAnswerParser(AnswerParser):
             self._thought += message.reasoning
         if message is not None and message.content:
             chunks.append(TextChunk(message.content))
-        for call in message.tool_calls if message is not None else ():
+        called = message.tool_calls if message is not None else ()
+        self._is_answer = self._is_answer or any(self._is_foreign(call) for call in called)
+        for call in () if self._is_answer else called:
             self._last_index = max(self._last_index, call.index)
             if self._parallel or call.index == 0:
                 chunks.append(self._piece(call))
         self._said = self._said or any(not isinstance(chunk, ReasoningChunk) for chunk in chunks)
-        if last and not self._said and self._whole.strip():
+        if last and self._is_answer:
+            chunks.append(TextChunk(self._whole))
+        elif last and not self._said and self._whole.strip():
             chunks += self._calls_of_whole() or self._unread()
         for chunk in chunks:
             if isinstance(chunk, CallChunk):
@@ -136,9 +149,14 @@ class VllmAnswerParser(AnswerParser):
             return True if self._whole.rfind(f"</{self._tag}>") > self._whole.rfind(f"<{self._tag}>") else None
         return _holds(self._whole, self._arguments.get(index, ""))
 
+    def _is_foreign(self, call: Any) -> bool:
+        name = call.function.name if call.function else None
+        return self._tools is not None and name is not None and name not in self._tools
+
     def _calls_of_whole(self) -> list[AnswerChunk]:
         """Calls that streaming has missed: some parsers do where one delta holds the whole call."""
         _, _, calls = self._make().parse(self._whole, self._request, enable_auto_tools=True)
+        calls = [call for call in calls or () if self._tools is None or call.name in self._tools]
         self._last_index = max(len(calls or ()) - 1, 0)
         found = [
             CallChunk(index, id=call.id or new_call_id(), name=call.name, arguments=call.arguments)
@@ -204,6 +222,11 @@ class VllmFormat(ToolFormat):
     tool_parser: str | None
     reasoning_parser: str | None
 
+    @property
+    def calls_beside_answer(self) -> bool:
+        """See ``ToolFormat``: where vLLM can say what a call looks like in the family's own language."""
+        return self.tool_parser in _FORMED
+
     def encode(
         self, tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], use: ToolUse
     ) -> tuple[list[ChatMessage], list[dict[str, Any]] | None]:
@@ -220,15 +243,40 @@ class VllmFormat(ToolFormat):
             return replace(
                 sampling, structured_output=after_thinking(sampling.structured_output, tokenizer, prompt.text)
             )
-        use.check_output(sampling.structured_output)
-        request = _request(use, sampling.structured_output)
+        answer = sampling.structured_output
+        use.check_output(answer)
+        request = _request(use if answer is None else replace(use, required=True, strict=True))
         request = _parser(self.tool_parser, self.reasoning_parser, tokenizer, request.tools).adjust_request(request)
         wanted = request.extract_structured_outputs()
+        output = {form: value for form in _FORMS if (value := getattr(wanted, form, None))} or None
+        if answer is not None:
+            output = after_thinking(self._call_or(answer, output or {}), tokenizer, prompt.text)
         return replace(
             sampling,
-            structured_output={form: value for form in _FORMS if (value := getattr(wanted, form, None))} or None,
+            structured_output=output,
             skip_special_tokens=sampling.skip_special_tokens and bool(request.skip_special_tokens),
         )
+
+    def _call_or(self, answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
+        """What lets the model call a tool or follow the answer's constraint.
+
+        Args:
+            answer: the answer's constraint.
+            calls: what vLLM would have a forced call follow.
+
+        Raises:
+            ConfigurationError: vLLM has no form of a call in this family's own language.
+        """
+        if "structural_tag" not in calls:
+            raise ConfigurationError(
+                f"tools and a structured output cannot be combined with tool_parser={self.tool_parser!r}: the output's "
+                "constraint would forbid every call; drop one of them, or use method='function_calling'"
+            )
+        form = json.loads(calls["structural_tag"])["format"]
+        if form["type"] == "triggered_tags":
+            form = {"type": "tags_with_separator", "tags": form["tags"], "separator": "\n", "at_least_one": True}
+            form["stop_after_first"] = True
+        return structural({"type": "or", "elements": [form, answer_format(answer)]})
 
     def parser(
         self, tokenizer: ChatTokenizer, use: ToolUse, prompt: SegmentedPrompt, *, constrained: bool

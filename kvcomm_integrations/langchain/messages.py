@@ -60,7 +60,8 @@ def _to_chat_message(message: BaseMessage, names: Mapping[str, str]) -> ChatMess
     name, segment_id = message.name, _segment_id(message)
     match message:
         case AIMessage():
-            reasoning = reasoning or str(message.additional_kwargs.get("reasoning_content") or "")
+            said = (message.additional_kwargs.get(key) for key in ("reasoning_content", "reasoning"))
+            reasoning = reasoning or next((text for text in said if text and isinstance(text, str)), "")
             calls = tuple(_calls(message))
             return ChatMessage("assistant", text, name, calls, reasoning=reasoning or None, segment_id=segment_id)
         case ToolMessage(tool_call_id=call_id):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcomm_integrations.chat.chunks import CallChunk, ReasoningChunk, TextChunk
-from kvcomm_integrations.chat.detect import named_tool_format, tool_format_for
+from kvcomm_integrations.chat.detect import named_tool_format, tool_format_for, tool_format_of_template
 from kvcomm_integrations.chat.hermes import HermesFormat
 from kvcomm_integrations.chat.tool_format import ToolUse, tool_use
 from kvcomm_integrations.chat.vllm_format import VllmFormat
@@ -97,6 +97,66 @@ def test_thinking_is_read(size):
     text, reasoning, calls = read(codec, "let me see</think>" + CASES["hermes"], tool_use(TOOLS), size, "q<think>")
     assert (text.strip(), reasoning, calls) == ("", "let me see", [("weather", {"city": "Paris"})])
     assert read(codec, "let me see</think>Sunny.", ToolUse(), size)[:2] == ("Sunny.", "let me see")
+
+
+FORCED = {
+    "hermes": CASES["hermes"],
+    "llama3_json": CASES["llama3_json"],
+    "glm45": "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n</function>\n</tool_call>",
+    "minimax_m2": '\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter></invoke>\n'
+    "</minimax:tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>',
+}
+"""A call as each family's constraint wants it, space by space."""
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_with_tools_and_a_schema_the_model_gives_either(name):
+    xgrammar = pytest.importorskip("xgrammar")
+    codec = named_tool_format(name, None)
+    asked = SamplingOptions(structured_output={"json": {**SCHEMA, "properties": {"city": {"type": "string"}}}})
+    constraint = codec.adjust(TOKENIZER, tool_use(TOOLS), asked, PROMPT).structured_output
+    letters = [chr(0), "\n", *map(chr, range(32, 127))]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(letters, stop_token_ids=[0]), max_threads=1)
+    grammar = compiler.compile_structural_tag(constraint["structural_tag"])
+    for text, accepted in ((FORCED[name], True), ('{"city": "x"}', True), ("It is sunny.", False), ("{}", False)):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        assert (matcher.accept_string(text) and matcher.accept_token(0)) is accepted, text
+    assert codec.calls_beside_answer
+
+
+@pytest.mark.parametrize("name", ["seed_oss", "phi4_mini_json", "granite", "internlm"])
+def test_where_that_cannot_be_said_it_is_refused_before_anything_runs(name):
+    asked = SamplingOptions(structured_output={"json": SCHEMA})
+    codec = named_tool_format(name, None)
+    assert not codec.calls_beside_answer
+    with pytest.raises(ConfigurationError, match=f"{name}.*function_calling"):
+        codec.adjust(TOKENIZER, tool_use(TOOLS), asked, PROMPT)
+
+
+QWEN35 = "{{ '<function=' }}{{ '<parameter=' }}{{ '<think>' }}"
+CODER_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_thinking_of_templates_that_open_it_stays_out_of_the_content(size):
+    """Qwen3.5 and its like: calls of another form than Hermes', and thinking that the prompt has begun."""
+    codec = tool_format_of_template(QWEN35, "x")
+    prompt = "q<think>\n"
+    text, reasoning, calls = read(codec, f"let me see\n</think>\n\n{CODER_CALL}", tool_use(TOOLS), size, prompt)
+    assert (text.strip(), reasoning.strip(), calls) == ("", "let me see", [("weather", {"city": "Paris"})])
+    for use in (ToolUse(), tool_use(TOOLS)):
+        text, reasoning, calls = read(codec, "let me see\n</think>\n\nSunny.", use, size, prompt)
+        assert (text.strip(), reasoning.strip(), calls) == ("Sunny.", "let me see", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
+@pytest.mark.parametrize("answer", ['{"name": "Bob", "age": 3}', '{"name": "Bob", "parameters": {"age": 3}}'])
+def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_bound(size, answer):
+    codec = named_tool_format("llama3_json", None)
+    assert read(codec, answer, tool_use(TOOLS), size) == (answer, "", [])
 
 
 PROMPT = SegmentedPrompt((1,), (), "question")
