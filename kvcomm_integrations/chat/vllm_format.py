@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +69,10 @@ _TAGS = {
 """Name of the tag around a call, by parser, for the families whose arguments are not JSON."""
 
 
+_LIST = re.compile(r"\[TOOL_CALLS\]\s*\[\s*(?={)")
+"""Calls as older Mistral models write them, in a JSON list: vLLM's parser reads it only with Mistral's own tokenizer."""
+_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
+_ARGUMENTS = re.compile(r'"arguments"\s*:\s*({.*)', re.DOTALL)
 _FORMED = frozenset({"llama3_json", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "hermes"})
 """Parsers with which vLLM constrains calls in the family's own language, checked with vLLM 0.32."""
 _BARE = frozenset({"llama3_json", "llama4_json"})
@@ -100,6 +105,7 @@ class VllmAnswerParser(AnswerParser):
         self._prompt_ids = list(prompt.token_ids)
         self._parallel = use.parallel
         self._tools = {tool["function"]["name"] for tool in use.tools} if tool_parser in _BARE else None
+        self._list = _LIST if tool_parser == "mistral" and use.tools else None
         self._is_answer = False
         """It looks like a call, but of no tool of the request."""
         self._named: set[int] = set()
@@ -124,13 +130,16 @@ class VllmAnswerParser(AnswerParser):
             chunks.append(TextChunk(message.content))
         called = message.tool_calls if message is not None else ()
         self._is_answer = self._is_answer or any(self._is_foreign(call) for call in called)
-        for call in () if self._is_answer else called:
+        listed = self._list.search(self._whole) if self._list is not None else None
+        for call in () if self._is_answer or listed else called:
             self._last_index = max(self._last_index, call.index)
             if self._parallel or call.index == 0:
                 chunks.append(self._piece(call))
         self._said = self._said or any(not isinstance(chunk, ReasoningChunk) for chunk in chunks)
         if last and self._is_answer:
             chunks.append(TextChunk(self._whole))
+        elif last and listed:
+            chunks += self._listed(self._whole[listed.end() :])
         elif last and not self._said and self._whole.strip():
             chunks += self._calls_of_whole() or self._unread()
         for chunk in chunks:
@@ -152,6 +161,27 @@ class VllmAnswerParser(AnswerParser):
     def _is_foreign(self, call: Any) -> bool:
         name = call.function.name if call.function else None
         return self._tools is not None and name is not None and name not in self._tools
+
+    def _listed(self, text: str) -> list[AnswerChunk]:
+        """The calls of a JSON list, from after its bracket; one that is cut off comes as far as it was written."""
+        found: list[AnswerChunk] = []
+        decoder = json.JSONDecoder(strict=False)
+        while (at := text.find("{")) >= 0 and (self._parallel or not found):
+            try:
+                call, end = decoder.raw_decode(text, at)
+            except json.JSONDecodeError:
+                name, begun = _NAME.search(text, at), _ARGUMENTS.search(text, at)
+                call = {"name": name and name[1], "arguments": begun[1] if begun else ""}
+                end = len(text)
+            if not call.get("name"):
+                break
+            given = call.get("arguments") or {}
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            made = str(call.get("id") or new_call_id())
+            found.append(CallChunk(len(found), id=made, name=str(call["name"]), arguments=arguments))
+            text = text[end:]
+        self._last_index = max(len(found) - 1, 0)
+        return found
 
     def _calls_of_whole(self) -> list[AnswerChunk]:
         """Calls that streaming has missed: some parsers do where one delta holds the whole call."""

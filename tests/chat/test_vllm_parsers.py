@@ -99,6 +99,45 @@ def test_thinking_is_read(size):
     assert read(codec, "let me see</think>Sunny.", ToolUse(), size)[:2] == ("Sunny.", "let me see")
 
 
+PROMPT = SegmentedPrompt((1,), (), "question")
+MISTRAL = tokenizer_of(marks=["[TOOL_CALLS]", "[ARGS]"])
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}',
+        '[TOOL_CALLS]weather{"city": "Paris"}',
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]',
+    ],
+)
+def test_all_forms_of_mistrals_calls_are_read(monkeypatch, text, size):
+    monkeypatch.setitem(globals(), "TOKENIZER", MISTRAL)
+    codec = named_tool_format("mistral", None)
+    assert read(codec, text, tool_use(TOOLS), size) == ("", "", [("weather", {"city": "Paris"})])
+    assert read(codec, "It is sunny.", tool_use(TOOLS), size) == ("It is sunny.", "", [])
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_list_of_calls_that_is_cut_off_ends_with_one_that_is_not_run(monkeypatch, size):
+    monkeypatch.setitem(globals(), "TOKENIZER", MISTRAL)
+    whole = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "weather", "arguments": {"city": "Par'
+    ids = MISTRAL.encode(whole, allow_special=True)
+    parser = named_tool_format("mistral", None).parser(MISTRAL, tool_use(TOOLS), PROMPT, constrained=False)
+    pieces, sent = [], ""
+    for start in range(0, len(ids), size):
+        text = MISTRAL.decode(ids[: start + size], skip_special=False)
+        pieces += parser.feed(text[len(sent) :], ids[start : start + size], last=start + size >= len(ids))
+        sent = text
+    assert [(piece.name, piece.arguments) for piece in pieces] == [
+        ("weather", '{"city": "Rome"}'),
+        ("weather", '{"city": "Par'),
+    ]
+    assert [parser.closed(index) for index in (0, 1)] == [True, False]
+
+
 FORCED = {
     "hermes": CASES["hermes"],
     "llama3_json": CASES["llama3_json"],
@@ -157,9 +196,6 @@ def test_thinking_of_templates_that_open_it_stays_out_of_the_content(size):
 def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_bound(size, answer):
     codec = named_tool_format("llama3_json", None)
     assert read(codec, answer, tool_use(TOOLS), size) == (answer, "", [])
-
-
-PROMPT = SegmentedPrompt((1,), (), "question")
 
 
 def test_a_forced_call_is_constrained():
