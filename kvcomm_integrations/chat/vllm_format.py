@@ -70,7 +70,7 @@ _TAGS = {
 
 
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*\[\s*(?={)")
-"""Calls as older Mistral models write them, in a JSON list: vLLM's parser reads it only with Mistral's own tokenizer."""
+"""Calls as older Mistral models write them, in a JSON list; vLLM reads it only with Mistral's own tokenizer."""
 _NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 _ARGUMENTS = re.compile(r'"arguments"\s*:\s*({.*)', re.DOTALL)
 _FORMED = frozenset({"llama3_json", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "hermes"})
