@@ -25,8 +25,9 @@ from kvcomm_integrations.engines.loop import sync_loop
 from kvcomm_integrations.errors import ConfigurationError, EngineError
 from kvcomm_integrations.forks import watch
 from kvcomm_integrations.ids import DEFAULT_TENANT, tenant_salt
+from kvcomm_integrations.prompts.arranging import arrange
 from kvcomm_integrations.prompts.builder import PromptBuilder
-from kvcomm_integrations.prompts.chat_message import ChatMessage, arrange
+from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.content_registry import ContentRegistry, response_name
 from kvcomm_integrations.wire import Mode
 

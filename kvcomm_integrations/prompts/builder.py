@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.arranging import arrange
 from kvcomm_integrations.prompts.cache import BoundedCache
 from kvcomm_integrations.prompts.chat_message import (
     ChatMessage,
     Turn,
-    arrange,
     clean_text,
     deep_map,
     tool_names,

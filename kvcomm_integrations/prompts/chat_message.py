@@ -1,15 +1,13 @@
-"""Chat messages, and how to arrange them so that a strict chat template takes them."""
+"""Chat messages, and turns: what a chat template sees as one message."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-
-from kvcomm_integrations.errors import ConfigurationError
 
 SEPARATOR = "\n\n"
 """Stands between the contents of messages that had to be merged."""
@@ -91,7 +89,7 @@ def shared_name(message: ChatMessage, agent: str, tool_names: Mapping[str, str] 
         agent: whose prompt it stands in; unnamed assistant messages are its own.
         tool_names: tool-call id to tool name, for tool messages that do not name their tool.
     """
-    if message.role == "tool":
+    if message.role == "tool" or message.tool_call_id is not None:
         tool = message.name or (tool_names or {}).get(message.tool_call_id or "") or "tool"
         return f"tool:{tool}:result"
     if message.role == "assistant":
@@ -136,67 +134,6 @@ class Turn:
         out = self.messages[0].to_dict(self.content)
         calls = [dict(call) for message in self.messages for call in message.tool_calls]
         return {**out, "role": self.role, **({"tool_calls": calls} if calls else {})}
-
-
-def arrange(
-    messages: Sequence[ChatMessage], render: Callable[[Sequence[dict[str, Any]]], str]
-) -> tuple[tuple[Turn, ...], str]:
-    """The least change to ``messages`` that the template accepts, and the text it renders.
-
-    Tried in turn: as they are; runs of one role merged; system messages moved to the front and merged; the system
-    message put before the first user message.
-
-    Raises:
-        ConfigurationError: the template refuses all of them, or there are no messages.
-    """
-    if not messages:
-        raise ConfigurationError("a prompt needs at least one message, got none")
-    first_error: ConfigurationError | None = None
-    tried: list[tuple[Turn, ...]] = []
-    for arrangement in (_as_is, _merged, _system_first, _system_in_user):
-        turns = arrangement(messages)
-        if turns in tried:
-            continue
-        tried.append(turns)
-        try:
-            return turns, render([turn.to_dict() for turn in turns])
-        except ConfigurationError as err:
-            first_error = first_error or err
-    assert first_error is not None
-    raise first_error
-
-
-def _as_is(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    return tuple(Turn((message,), message.role) for message in messages)
-
-
-def _merged(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    """Runs of one role become one turn; tool results stay apart, since each answers its own call."""
-    turns: list[Turn] = []
-    for message in messages:
-        if turns and message.role == turns[-1].role and message.role != "tool":
-            turns[-1] = Turn((*turns[-1].messages, message), message.role)
-        else:
-            turns.append(Turn((message,), message.role))
-    return tuple(turns)
-
-
-def _system_first(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    system, others = _apart(messages)
-    return (Turn(system, "system"), *others) if system else others
-
-
-def _system_in_user(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
-    system, others = _apart(messages)
-    if system and others and others[0].role == "user":
-        return (Turn((*system, *others[0].messages), "user"), *others[1:])
-    return (Turn(system, "user"), *others) if system else others
-
-
-def _apart(messages: Sequence[ChatMessage]) -> tuple[tuple[ChatMessage, ...], tuple[Turn, ...]]:
-    """System messages, and turns of all others."""
-    system = tuple(message for message in messages if message.role in SYSTEM_ROLES)
-    return system, _merged([message for message in messages if message.role not in SYSTEM_ROLES])
 
 
 def with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 from kvcomm_integrations.config import Tokenization
 from kvcomm_integrations.errors import ConfigurationError
 from kvcomm_integrations.prompts import ChatMessage, ChatTokenizer, ContentRegistry, PromptBuilder
-from kvcomm_integrations.prompts.chat_message import arrange, clean_text
+from kvcomm_integrations.prompts.arranging import arrange
+from kvcomm_integrations.prompts.chat_message import clean_text
 
 from .checks import check_cover, check_labels, check_text, control_count
 from .conftest import reading
@@ -52,8 +53,10 @@ def test_prompt_is_what_the_template_says(
     except ConfigurationError:
         assert want is None
         return
-    if want is not None:
-        assert built.prompt.text == want
+    if want is not None and built.prompt.text != want:  # only where the template left something out
+        texts = [clean_text(m.content)[slice(*m.core())] for m in messages]
+        assert not all(text in want for text in texts)
+        assert all(text in built.prompt.text for text in texts)
     check_cover(built)
     check_text(built, tokenizer)
     if tokenization is Tokenization.SEGMENTED:
@@ -105,7 +108,7 @@ def test_hostile_template_costs_placeholders_never_the_prompt(
     try:
         built = builder.build(messages, session="s", agent="a")
     except ConfigurationError:
-        assert want is None
+        assert want is None or hostile == "drops users"
         return
     if conversation != "injection":  # there the data's control tokens are hidden from the template on purpose
         assert built.prompt.text == want
@@ -117,6 +120,8 @@ def test_hostile_template_costs_placeholders_never_the_prompt(
 def test_hostile_templates_do_cost_placeholders(tokenizer: ChatTokenizer) -> None:
     found = {}
     for name, text in HOSTILE.items():
+        if name == "drops users":  # refused
+            continue
         other = reading(tokenizer, text)
         built = PromptBuilder(other, ContentRegistry()).build(
             [ChatMessage("user", QUESTION), ChatMessage("assistant", CODE), ChatMessage("user", RESULT)],
@@ -131,7 +136,6 @@ def test_hostile_templates_do_cost_placeholders(tokenizer: ChatTokenizer) -> Non
         "counts": [],
         "reverses": [],
         "twice": [user, last, other, f"{other}#2", f"{user}#3", f"{user}#4"],
-        "drops users": [other],
         "tests": [other, user],  # the first question is not located, so the last message is the first of its name
         "refuses digits": [],
         "words": [user, last],
@@ -164,7 +168,7 @@ def test_thinking_is_left_out_of_the_content(template_tokenizers: dict[str, Chat
 def test_refusal_carries_the_templates_words(template_tokenizers: dict[str, ChatTokenizer]) -> None:
     builder = PromptBuilder(template_tokenizers["llama2"], ContentRegistry())
     with pytest.raises(ConfigurationError, match="alternate"):
-        builder.build([ChatMessage("tool", RESULT), ChatMessage("tool", RESULT)], session="s", agent="a")
+        builder.build([ChatMessage("assistant", RESULT), ChatMessage("user", RESULT)], session="s", agent="a")
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "llama2"])
