@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "kvcomm-shadow-"
 """Names of shadow requests begin so."""
-FIRST_SLICE = 32
-"""Tokens of the first slice, while the price of a token is not known."""
 LEAST_TOKENS, MOST_TOKENS = 8, 1 << 14
 """Tokens of a slice. Where a step of one token takes longer than the bound already, less than the least would only take
 more of such steps."""
@@ -112,7 +110,7 @@ class Shadows:
         self._arrived = False
         self._dropped = False
         """What has been begun is not to be tried again."""
-        self._tokens = float(FIRST_SLICE)
+        self._tokens = float(LEAST_TOKENS)
         self._step_began: float | None = None
         """When the latest step of ours began; ``None`` outside of them."""
         self._errand: Errand | None = None

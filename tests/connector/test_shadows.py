@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from kvcomm_integrations.connector.metadata import WorkerReport
-from kvcomm_integrations.connector.shadows import FIRST_SLICE, LEAST_TOKENS
+from kvcomm_integrations.connector.shadows import LEAST_TOKENS
 from kvcomm_integrations.planning.jobs import LoadResult
 from kvcomm_integrations.wire import WIRE_KEY
 from tests.connector.standins import BLOCK, Engine, exact_hashes, make_half, make_request, segment
@@ -111,7 +111,7 @@ def test_what_was_estimated_is_computed_again_once_nobody_has_asked_for_a_while(
     request = door.arrive()
     asked = ask("solver")
     assert list(request.prompt_token_ids or ()) == [*(asked.prompt_token_ids or ()), 3, 4]
-    assert request.cache_salt == "salt" and door.limit == FIRST_SLICE
+    assert request.cache_salt == "salt" and door.limit == LEAST_TOKENS
     assert request.block_hashes == exact_hashes(request), "its blocks are exact"
     compute(engine, request)
     assert door.limit is None
@@ -274,7 +274,7 @@ def test_slices_take_as_long_as_they_may() -> None:
     shadows = engine.half.shadows
     shadows._clock = lambda: now[0]
     request = door.arrive()
-    assert door.limit == FIRST_SLICE and shadows.slice_ms == 45
+    assert door.limit == LEAST_TOKENS and shadows.slice_ms == 45
     engine.admit(request)
 
     def steps(count: int, ms_per_token: float) -> None:
