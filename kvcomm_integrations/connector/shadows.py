@@ -32,7 +32,7 @@ LEAST_TOKENS, MOST_TOKENS = 8, 1 << 14
 more of such steps."""
 LEARNED = 16
 """Tokens that are learned from, or harvested, in the time in which one is computed; fewer than any machine's so far."""
-MARGIN = 0.9
+MARGIN = 0.8
 """Share of the bound that a slice is planned to take."""
 
 
