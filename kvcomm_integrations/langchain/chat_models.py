@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import Any
@@ -28,6 +29,7 @@ from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.ids import DEFAULT_TENANT
+from kvcomm_integrations.langchain.bound import Bindable
 from kvcomm_integrations.langchain.calls import settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
@@ -42,7 +44,7 @@ _SAME_ANSWER = {"api_key", "http", "timeout", "max_retries", "agent", "session"}
 """Settings that do not change what a model answers."""
 
 
-class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plugin's own model_construct
+class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc]  # the plugin's own model_construct
     """A local model on vLLM that carries the KV cache over from agent to agent.
 
     Setup:
@@ -103,7 +105,8 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """An engine to use in place of the shared one, for tests and for engines made by hand."""
 
-    _last_report: RequestReport | None = PrivateAttr(default=None)
+    _reports: deque[RequestReport | None] = PrivateAttr(default_factory=lambda: deque(maxlen=1))
+    """The last report, shared with every copy that something was bound to."""
 
     # ---- engine --------------------------------------------------------------------------------------------------
 
@@ -119,8 +122,9 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     @property
     def last_report(self) -> RequestReport | None:
-        """What happened to the prompt of the last finished request of this object; ``None`` before the first."""
-        return self._last_report
+        """What happened to the prompt of the last finished request of this object, or of one that was made of it by
+        binding something to it; ``None`` before the first."""
+        return self._reports[-1] if self._reports else None
 
     def report(self) -> RunReport:
         """The latest requests of this model's engine, of every agent: ``to_html(path)``, ``to_jsonl(path)``."""
@@ -217,7 +221,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     def _converted(self, chunk: Chunk, blocks: bool) -> ChatGenerationChunk:
         if isinstance(chunk, FinalChunk):
-            self._last_report = chunk.report
+            self._reports.append(chunk.report)
         return to_generation_chunk(chunk, model_name=self.model, blocks=blocks)
 
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.
@@ -337,7 +341,7 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """The key of LangChain's cache: every setting that may change the answer, but not who asks."""
-        ours = {key: value for key, value in kwargs.get("kvcomm", {}).items() if key not in ("agent", "session")}
+        ours = {key: value for key, value in (kwargs.get("kvcomm") or {}).items() if key not in ("agent", "session")}
         asked = {key: value for key, value in kwargs.items() if key not in (CONFIG_KEYWORD, "kvcomm")} | ours
         return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
