@@ -30,7 +30,7 @@ from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.ids import DEFAULT_TENANT
 from kvcomm_integrations.langchain.bound import Bindable
-from kvcomm_integrations.langchain.calls import settle
+from kvcomm_integrations.langchain.calls import as_cached, from_cache, settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
 from kvcomm_integrations.langchain.options import call_keywords
@@ -85,9 +85,9 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
 
     What was reused:
         ```python
-        answer.usage_metadata["input_token_details"]  # cache_read, kvcomm_exact, kvcomm_carried, kvcomm_loaded, ...
-        answer.response_metadata["kvcomm"]["report"]  # per segment: source, confidence, reason
-        model.last_report  # the last request's report
+        answer.usage_metadata["input_token_details"]["cache_read"]  # exact, carried and loaded tokens together
+        answer.response_metadata["kvcomm"]  # tokens exact, carried, loaded, repaired, computed; the request's number
+        model.last_report  # the last request's report; per segment: source, confidence, reason
         model.report().to_html("report.html")  # every request of this engine, as a page to look at
         ```
     """
@@ -123,7 +123,7 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
     @property
     def last_report(self) -> RequestReport | None:
         """What happened to the prompt of the last finished request of this object, or of one that was made of it by
-        binding something to it; ``None`` before the first."""
+        binding something to it; ``None`` before the first, and after an answer from LangChain's cache."""
         return self._reports[-1] if self._reports else None
 
     def report(self) -> RunReport:
@@ -224,17 +224,23 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
             self._reports.append(chunk.report)
         return to_generation_chunk(chunk, model_name=self.model, blocks=blocks)
 
+    def _settled(self, message: AIMessage) -> AIMessage:
+        if not from_cache(message):
+            return settle(message)
+        self._reports.append(None)
+        return as_cached(settle(message))
+
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.
 
     def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
         """See ``BaseChatModel.invoke``."""
-        return settle(super().invoke(input, config, **call_config(config, kwargs)))
+        return self._settled(super().invoke(input, config, **call_config(config, kwargs)))
 
     async def ainvoke(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AIMessage:
         """See ``BaseChatModel.ainvoke``."""
-        return settle(await super().ainvoke(input, config, **call_config(config, kwargs)))
+        return self._settled(await super().ainvoke(input, config, **call_config(config, kwargs)))
 
     def stream(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any

@@ -66,7 +66,7 @@ def test_usage_callback_adds_up(make):
     results = [model.invoke("q"), model.invoke("q")]
     usage = handler.usage_metadata["fake"]
     assert usage["output_tokens"] == sum(r.usage_metadata["output_tokens"] for r in results)
-    assert usage["input_token_details"]["kvcomm_exact"] == sum(details(r)["kvcomm_exact"] for r in results)
+    assert usage["input_token_details"]["cache_read"] == sum(details(r)["cache_read"] for r in results)
 
 
 async def test_astream_events_v2(make):
