@@ -30,8 +30,9 @@ class Bindable(RunnableSerializable[LanguageModelInput, AIMessage]):
             ConfigurationError: an unknown field of ``kvcomm``, or a value that cannot work.
         """
         caller, others = split_caller(kwargs)
-        target = with_caller(self, caller) if caller else self
-        return _kept(super(Bindable, target).bind(**others))
+        if caller:
+            return with_caller(self, caller).bind(**others)
+        return _kept(super().bind(**others))
 
     def with_config(self, *args: Any, **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
         """See ``Runnable.with_config``."""

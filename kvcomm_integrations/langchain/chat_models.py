@@ -35,6 +35,7 @@ from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, 
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
 from kvcomm_integrations.langchain.options import call_keywords
 from kvcomm_integrations.langchain.profile import model_profile
+from kvcomm_integrations.langchain.standard_errors import standard_errors
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -179,22 +180,24 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
     def _chunks(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
     ) -> Generator[ChatGenerationChunk, None, None]:
-        request, limits = self._request(messages, stop, kwargs)
-        runtime = self.runtime
-        chat = runtime.prepare(**request)
-        with closing(runtime.stream_sync(chat, **limits)) as chunks:
-            for chunk in chunks:
-                yield self._converted(chunk, blocks)
+        with standard_errors():
+            request, limits = self._request(messages, stop, kwargs)
+            runtime = self.runtime
+            chat = runtime.prepare(**request)
+            with closing(runtime.stream_sync(chat, **limits)) as chunks:
+                for chunk in chunks:
+                    yield self._converted(chunk, blocks)
 
     async def _achunks(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        request, limits = self._request(messages, stop, kwargs)
-        runtime = self.runtime
-        chat = await runtime.aprepare(**request)
-        async with aclosing(runtime.stream(chat, **limits)) as chunks:
-            async for chunk in chunks:
-                yield self._converted(chunk, blocks)
+        with standard_errors():
+            request, limits = self._request(messages, stop, kwargs)
+            runtime = self.runtime
+            chat = await runtime.aprepare(**request)
+            async with aclosing(runtime.stream(chat, **limits)) as chunks:
+                async for chunk in chunks:
+                    yield self._converted(chunk, blocks)
 
     def _request(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]

@@ -390,3 +390,38 @@ def test_the_tokenizer_of_a_folder_is_read_here(stub: Stub, tiny_model: Path) ->
     assert engine.tokenizer.source == str(tiny_model)
     assert run(engine)[-1].finish_reason == "stop"
     engine.close()
+
+
+# ---- in LangChain's own words ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "bad", "kind"),
+    [
+        ({}, {"key": "k"}, "ModelAuthenticationError"),
+        ({"model": "other"}, {}, "ModelNotFoundError"),
+        ({}, {"status": 400}, "ModelInvalidRequestError"),
+        ({}, {"status": 503}, "ModelAPIError"),
+        ({"http": {"retries": 0}}, {"reset_first": 1}, "ModelConnectionError"),
+        ({"http": {"read_timeout": 0.2}}, {"pause": 2.0}, "ModelTimeoutError"),
+        (
+            {},
+            {"events": lambda stub, body: iter(['{"error": {"message": "engine dead", "code": 500}}'])},
+            "ModelAPIError",
+        ),
+        ({}, {"events": lambda stub, body: iter([])}, "ModelAPIError"),
+    ],
+)
+def test_a_chat_model_raises_langchains_types(
+    connect: Connect, stub: Stub, fields: dict[str, Any], bad: dict[str, Any], kind: str
+) -> None:
+    from langchain_core import exceptions
+
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    for name, value in bad.items():
+        setattr(stub, name, value)
+    model = ChatKVComm(model=fields.get("model", MODEL), engine=connect(**fields))
+    with pytest.raises(getattr(exceptions, kind)) as caught:
+        model.invoke("q")
+    assert isinstance(caught.value, ServerError)
