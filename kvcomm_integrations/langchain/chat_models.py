@@ -6,9 +6,10 @@ import json
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import model_profile as model_profiles
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
 from langchain_core.language_models.model_profile import ModelProfile
@@ -18,7 +19,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
 from kvcomm_integrations.chat.model_settings import ModelSettings, engine_config_of, tool_format_of
@@ -34,7 +35,7 @@ from kvcomm_integrations.langchain.calls import as_cached, from_cache, settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
 from kvcomm_integrations.langchain.options import call_keywords
-from kvcomm_integrations.langchain.profile import model_profile
+from kvcomm_integrations.langchain.profile import ProfileReader, model_profile
 from kvcomm_integrations.langchain.standard_errors import standard_errors
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.report.live import LiveServer, serve_live
@@ -106,6 +107,9 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """An engine to use in place of the shared one, for tests and for engines made by hand."""
 
+    _complete: bool = PrivateAttr(default=False)
+    """Made, so that the profile may be asked for."""
+    _profiles: ProfileReader = PrivateAttr(default_factory=ProfileReader)
     _reports: deque[RequestReport | None] = PrivateAttr(default_factory=lambda: deque(maxlen=1))
     """The last report, shared with every copy that something was bound to."""
 
@@ -354,13 +358,31 @@ class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc] 
         asked = {key: value for key, value in kwargs.items() if key not in (CONFIG_KEYWORD, "kvcomm")} | ours
         return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
-    def _resolve_model_profile(self) -> ModelProfile | None:
-        tool_format, context = tool_format_of(self), self.max_model_len
-        if self.engine:
+    def __getattribute__(self, name: str) -> Any:
+        """``profile`` is made when it is asked for, which may read files and ask a server. A given one stays."""
+        value = super().__getattribute__(name)
+        if name != "profile" or value is not None or not (self.__pydantic_private__ or {}).get("_complete"):
+            return value
+        with suppress(Exception):  # it is optional, as LangChain sees it
+            return self._profiles.profile(self._profile_of_files, self.runtime.engine)
+        return None
+
+    @model_validator(mode="after")
+    def _check_profile_keys(self) -> Self:
+        """Takes the place of LangChain's check, the last one of its validators: a given profile is checked as there."""
+        if self.profile is not None:
+            getattr(model_profiles, "_warn_unknown_profile_keys", len)(self.profile)  # newer versions have it
+        self._complete = True
+        return self
+
+    def _profile_of_files(self) -> ModelProfile:
+        tool_format = tool_format_of(self)
+        if self.engine and not self.engine.config.base_url:
             with suppress(UnsupportedModelError):
                 tool_format = tool_format or self.runtime.tool_format
-            context = self.engine.config.max_model_len
-        return model_profile(self.model, tool_format=tool_format, context=context, max_tokens=self.max_tokens)
+        return model_profile(
+            self.model, tool_format=tool_format, context=self.max_model_len, max_tokens=self.max_tokens
+        )
 
     @classmethod
     def is_lc_serializable(cls) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 from langchain_core import exceptions
 
@@ -53,8 +52,7 @@ def standard_errors() -> Iterator[None]:
         standard = getattr(exceptions, _name(error), None)
         if standard is None or isinstance(error, standard):
             raise
-        ours: type[Exception] = type(error)
-        both = _both(ours, standard)
+        both = type(type(error).__name__, (type(error), standard), {"__module__": type(error).__module__})
         made = both.__new__(both, *error.args)
         made.args = error.args
         made.__dict__.update(error.__dict__)
@@ -74,8 +72,3 @@ def _name(error: Exception) -> str:
     if isinstance(error, EngineError):
         return "ModelAPIError" if error.worth_retrying else "ModelError"
     return ""
-
-
-@cache
-def _both(ours: type[Exception], standard: type[Exception]) -> type[Exception]:
-    return type(ours.__name__, (ours, standard), {"__module__": ours.__module__})

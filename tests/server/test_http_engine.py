@@ -425,3 +425,39 @@ def test_a_chat_model_raises_langchains_types(
     with pytest.raises(getattr(exceptions, kind)) as caught:
         model.invoke("q")
     assert isinstance(caught.value, ServerError)
+
+
+def test_the_profile_has_the_servers_context_length(stub: Stub, tmp_path: Path) -> None:
+    """The server's number wins over that of files on this machine; nothing is sent before somebody asks."""
+    from langchain.agents.middleware import SummarizationMiddleware
+
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    stub.models = [{"id": "served", "root": str(tmp_path), "max_model_len": 640}]
+    model = ChatKVComm(model=str(tmp_path), base_url=stub.url, max_tokens=100)
+    assert stub.seen == []
+    assert model.profile["max_input_tokens"] == 640 and model.profile["max_output_tokens"] == 100
+    assert [seen.path for seen in stub.seen] == ["/v1/models"]
+    SummarizationMiddleware(model, trigger=("fraction", 0.5))
+    less = ChatKVComm(model=str(tmp_path), base_url=stub.url, max_model_len=320)
+    assert less.profile["max_input_tokens"] == 320
+
+
+async def test_the_profile_of_a_served_model_on_a_loop_comes_behind_the_scenes(stub: Stub) -> None:
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    model = ChatKVComm(model=MODEL, base_url=stub.url)
+    assert model.profile.get("max_input_tokens") is None
+    async with asyncio.timeout(10):
+        while "max_input_tokens" not in model.profile:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+    assert model.profile["max_input_tokens"] == 512
+
+
+def test_the_profile_of_a_server_that_is_not_there(tmp_path: Path) -> None:
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    model = ChatKVComm(model=str(tmp_path), base_url="http://127.0.0.1:9", http={"retries": 0})
+    assert model.profile["max_input_tokens"] == 2048
