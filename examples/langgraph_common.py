@@ -26,11 +26,11 @@ class PrintReuse(BaseCallbackHandler):
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         """See ``BaseCallbackHandler.on_llm_end``."""
         message = getattr(response.generations[0][0], "message", None)
-        report = message.response_metadata.get("kvcomm", {}).get("report") if message else None
-        if report:
-            reused = report["exact"] + report["loaded"]
-            share = 100 * reused // max(1, report["prompt_tokens"])
-            print(f"  [{report['agent']}: {reused} of {report['prompt_tokens']} prompt tokens reused, {share} %]")
+        if message and message.usage_metadata:
+            agent = message.response_metadata["kvcomm"].get("agent", "")
+            tokens = message.usage_metadata["input_tokens"]
+            reused = message.usage_metadata["input_token_details"]["cache_read"]
+            print(f"  [{agent}: {reused} of {tokens} prompt tokens reused, {100 * reused // max(1, tokens)} %]")
 
 
 def chat_model() -> ChatKVComm:

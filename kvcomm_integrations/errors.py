@@ -53,6 +53,19 @@ class ServerError(EngineError):
 
     worth_retrying = False
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """Its HTTP status, 500 for an answer that broke off; ``None``: it does not fit this client."""
+
+
+class ServerUnreachableError(ServerError):
+    """There is no connection to the server, or it broke off."""
+
+
+class ServerTimeoutError(ServerError):
+    """The server said nothing for too long, or has no connection to spare."""
+
 
 class WireError(KVCommError, ValueError):
     """``kv_transfer_params["kvcomm"]`` is not valid; such a request is served densely or refused."""

@@ -90,6 +90,8 @@ class FinalChunk:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     ttft_ms: float | None = None
+    number: int = 0
+    """The request's position in its engine's log, from 1."""
     invalid_calls: tuple[InvalidCallChunk, ...] = ()
     """The invalid calls of the answer once more."""
 

@@ -80,7 +80,7 @@ class Recording:
 
     def __init__(self, log: RequestLog, number: int, request: GenerationRequest, prepare_ms: float) -> None:
         self._log = log
-        self._number = number
+        self.number = number
         self._request = request
         self._prepare_ms = prepare_ms
         self._started = time.time()
@@ -117,7 +117,7 @@ class Recording:
             mode=params.mode, prompt_tokens=prompt, exact=last.cached_tokens, computed=prompt - last.cached_tokens
         )
         ours: dict[str, Any] = {
-            "number": self._number,
+            "number": self.number,
             "started": self._started,
             "model": self._log.model,
             "agent": params.agent,

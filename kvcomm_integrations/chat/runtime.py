@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from kvcomm_integrations.chat.chunks import Chunk
@@ -223,7 +224,7 @@ class ChatRuntime:
                     recording.delta(delta)
                     for chunk in answer.feed(delta):
                         yield chunk
-            last = answer.last()
+            last = replace(answer.last(), number=recording.number)
             recording.done(last)
         except BaseException as err:
             recording.failed(err)

@@ -85,6 +85,9 @@ class FakeEngine(Engine):
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    def context_length(self, *, ask: bool = True) -> int | None:
+        return self._max_model_len
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         plan, finished = self._plan(request), False
         try:

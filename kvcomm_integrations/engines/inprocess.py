@@ -95,6 +95,10 @@ class InProcessEngine(Engine):
     def max_model_len(self) -> int:
         return int(self._started().vllm_config.model_config.max_model_len)
 
+    def context_length(self, *, ask: bool = True) -> int | None:
+        llm = self._llm
+        return self.config.max_model_len if llm is None else int(llm.vllm_config.model_config.max_model_len)
+
     def start(self) -> None:
         """Start the engine now rather than on first use. Idempotent.
 

@@ -107,6 +107,17 @@ class Engine(ABC):
     def max_model_len(self) -> int:
         """Longest prompt plus answer, tokens. May start the engine."""
 
+    def context_length(self, *, ask: bool = True) -> int | None:
+        """Longest prompt plus answer, tokens, as far as that is known without starting anything.
+
+        Args:
+            ask: ask a server that has not told yet; waits for its answer.
+
+        Raises:
+            EngineError: the server cannot be reached, or serves other models.
+        """
+        return self.config.max_model_len
+
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Stream an answer. Starts the engine on first use. Closing the generator or cancelling the task aborts.

@@ -1,4 +1,4 @@
-"""Calls that must not be run, in LangChain's messages.
+"""Calls that must not be run, and answers that were not made just now, in LangChain's messages.
 
 LangChain's core merges the fragments of a call and closes JSON that was left open, so a call that was cut off in a
 stream would be run with what there was of its arguments. A last fragment that makes them unreadable prevents that.
@@ -71,3 +71,14 @@ def settle(message: AIMessage) -> AIMessage:
     if reasons:
         message.invalid_tool_calls = [reasons.get(call["id"], call) for call in message.invalid_tool_calls]
     return message
+
+
+def from_cache(message: AIMessage) -> bool:
+    """Whether LangChain's cache has given this answer: it then says that it cost nothing."""
+    return "total_cost" in (message.usage_metadata or {})
+
+
+def as_cached(message: AIMessage) -> AIMessage:
+    """A copy that says so, without what was reused when the answer was made; the message itself is the cache's."""
+    ours = {"segment_id": (message.response_metadata.get(METADATA_KEY) or {}).get("segment_id"), "cached": True}
+    return message.model_copy(update={"response_metadata": {**message.response_metadata, METADATA_KEY: ours}})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import model_profile as model_profiles
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
 from langchain_core.language_models.model_profile import ModelProfile
@@ -16,7 +18,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from kvcomm_integrations.chat.chunks import Chunk, FinalChunk
 from kvcomm_integrations.chat.model_settings import ModelSettings, engine_config_of, tool_format_of
@@ -27,12 +29,14 @@ from kvcomm_integrations.engines.interface import Engine
 from kvcomm_integrations.engines.registry import get_engine
 from kvcomm_integrations.errors import ConfigurationError, UnsupportedModelError
 from kvcomm_integrations.ids import DEFAULT_TENANT
-from kvcomm_integrations.langchain.calls import settle
+from kvcomm_integrations.langchain.bound import Bindable
+from kvcomm_integrations.langchain.calls import as_cached, from_cache, settle
 from kvcomm_integrations.langchain.identity import CONFIG_KEYWORD, call_config, identify
 from kvcomm_integrations.langchain.messages import PROVIDER, to_chat_messages, to_generation_chunk
 from kvcomm_integrations.langchain.options import call_keywords
-from kvcomm_integrations.langchain.profile import model_profile
+from kvcomm_integrations.langchain.profile import ProfileReader, model_profile
 from kvcomm_integrations.langchain.schemas import openai_tool
+from kvcomm_integrations.langchain.standard_errors import standard_errors
 from kvcomm_integrations.langchain.structured import Method, structured_model
 from kvcomm_integrations.report.live import LiveServer, serve_live
 from kvcomm_integrations.report.run_report import RunReport
@@ -42,7 +46,7 @@ _SAME_ANSWER = {"api_key", "http", "timeout", "max_retries", "agent", "session"}
 """Settings that do not change what a model answers."""
 
 
-class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plugin's own model_construct
+class ChatKVComm(ModelSettings, Bindable, BaseChatModel):  # type: ignore[misc]  # the plugin's own model_construct
     """A local model on vLLM that carries the KV cache over from agent to agent.
 
     Setup:
@@ -83,9 +87,9 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     What was reused:
         ```python
-        answer.usage_metadata["input_token_details"]  # cache_read, kvcomm_exact, kvcomm_carried, kvcomm_loaded, ...
-        answer.response_metadata["kvcomm"]["report"]  # per segment: source, confidence, reason
-        model.last_report  # the last request's report
+        answer.usage_metadata["input_token_details"]["cache_read"]  # exact, carried and loaded tokens together
+        answer.response_metadata["kvcomm"]  # tokens exact, carried, loaded, repaired, computed; the request's number
+        model.last_report  # the last request's report; per segment: source, confidence, reason
         model.report().to_html("report.html")  # every request of this engine, as a page to look at
         ```
     """
@@ -103,7 +107,11 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """An engine to use in place of the shared one, for tests and for engines made by hand."""
 
-    _last_report: RequestReport | None = PrivateAttr(default=None)
+    _complete: bool = PrivateAttr(default=False)
+    """Made, so that the profile may be asked for."""
+    _profiles: ProfileReader = PrivateAttr(default_factory=ProfileReader)
+    _reports: deque[RequestReport | None] = PrivateAttr(default_factory=lambda: deque(maxlen=1))
+    """The last report, shared with every copy that something was bound to."""
 
     # ---- engine --------------------------------------------------------------------------------------------------
 
@@ -119,8 +127,9 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     @property
     def last_report(self) -> RequestReport | None:
-        """What happened to the prompt of the last finished request of this object; ``None`` before the first."""
-        return self._last_report
+        """What happened to the prompt of the last finished request of this object, or of one that was made of it by
+        binding something to it; ``None`` before the first, and after an answer from LangChain's cache."""
+        return self._reports[-1] if self._reports else None
 
     def report(self) -> RunReport:
         """The latest requests of this model's engine, of every agent: ``to_html(path)``, ``to_jsonl(path)``."""
@@ -175,22 +184,24 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
     def _chunks(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
     ) -> Generator[ChatGenerationChunk, None, None]:
-        request, limits = self._request(messages, stop, kwargs)
-        runtime = self.runtime
-        chat = runtime.prepare(**request)
-        with closing(runtime.stream_sync(chat, **limits)) as chunks:
-            for chunk in chunks:
-                yield self._converted(chunk, blocks)
+        with standard_errors():
+            request, limits = self._request(messages, stop, kwargs)
+            runtime = self.runtime
+            chat = runtime.prepare(**request)
+            with closing(runtime.stream_sync(chat, **limits)) as chunks:
+                for chunk in chunks:
+                    yield self._converted(chunk, blocks)
 
     async def _achunks(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, blocks: bool = False
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        request, limits = self._request(messages, stop, kwargs)
-        runtime = self.runtime
-        chat = await runtime.aprepare(**request)
-        async with aclosing(runtime.stream(chat, **limits)) as chunks:
-            async for chunk in chunks:
-                yield self._converted(chunk, blocks)
+        with standard_errors():
+            request, limits = self._request(messages, stop, kwargs)
+            runtime = self.runtime
+            chat = await runtime.aprepare(**request)
+            async with aclosing(runtime.stream(chat, **limits)) as chunks:
+                async for chunk in chunks:
+                    yield self._converted(chunk, blocks)
 
     def _request(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
@@ -217,20 +228,26 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     def _converted(self, chunk: Chunk, blocks: bool) -> ChatGenerationChunk:
         if isinstance(chunk, FinalChunk):
-            self._last_report = chunk.report
+            self._reports.append(chunk.report)
         return to_generation_chunk(chunk, model_name=self.model, blocks=blocks)
+
+    def _settled(self, message: AIMessage) -> AIMessage:
+        if not from_cache(message):
+            return settle(message)
+        self._reports.append(None)
+        return as_cached(settle(message))
 
     # A config handed to the model itself, outside a graph, is in no context variable: pass on what identifies the call.
 
     def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:
         """See ``BaseChatModel.invoke``."""
-        return settle(super().invoke(input, config, **call_config(config, kwargs)))
+        return self._settled(super().invoke(input, config, **call_config(config, kwargs)))
 
     async def ainvoke(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AIMessage:
         """See ``BaseChatModel.ainvoke``."""
-        return settle(await super().ainvoke(input, config, **call_config(config, kwargs)))
+        return self._settled(await super().ainvoke(input, config, **call_config(config, kwargs)))
 
     def stream(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
@@ -337,17 +354,35 @@ class ChatKVComm(ModelSettings, BaseChatModel):  # type: ignore[misc]  # the plu
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """The key of LangChain's cache: every setting that may change the answer, but not who asks."""
-        ours = {key: value for key, value in kwargs.get("kvcomm", {}).items() if key not in ("agent", "session")}
+        ours = {key: value for key, value in (kwargs.get("kvcomm") or {}).items() if key not in ("agent", "session")}
         asked = {key: value for key, value in kwargs.items() if key not in (CONFIG_KEYWORD, "kvcomm")} | ours
         return json.dumps([self._llm_type, self._identifying_params, stop, asked], sort_keys=True, default=str)
 
-    def _resolve_model_profile(self) -> ModelProfile | None:
-        tool_format, context = tool_format_of(self), self.max_model_len
-        if self.engine:
+    def __getattribute__(self, name: str) -> Any:
+        """``profile`` is made when it is asked for, which may read files and ask a server. A given one stays."""
+        value = super().__getattribute__(name)
+        if name != "profile" or value is not None or not (self.__pydantic_private__ or {}).get("_complete"):
+            return value
+        with suppress(Exception):  # it is optional, as LangChain sees it
+            return self._profiles.profile(self._profile_of_files, self.runtime.engine)
+        return None
+
+    @model_validator(mode="after")
+    def _check_profile_keys(self) -> Self:
+        """Takes the place of LangChain's check, the last one of its validators: a given profile is checked as there."""
+        if self.profile is not None:
+            getattr(model_profiles, "_warn_unknown_profile_keys", len)(self.profile)  # newer versions have it
+        self._complete = True
+        return self
+
+    def _profile_of_files(self) -> ModelProfile:
+        tool_format = tool_format_of(self)
+        if self.engine and not self.engine.config.base_url:
             with suppress(UnsupportedModelError):
                 tool_format = tool_format or self.runtime.tool_format
-            context = self.engine.config.max_model_len
-        return model_profile(self.model, tool_format=tool_format, context=context, max_tokens=self.max_tokens)
+        return model_profile(
+            self.model, tool_format=tool_format, context=self.max_model_len, max_tokens=self.max_tokens
+        )
 
     @classmethod
     def is_lc_serializable(cls) -> bool:

@@ -147,9 +147,9 @@ def _call_message(chunk: CallChunk, blocks: bool) -> AIMessageChunk:
 
 
 def _last_chunk(chunk: FinalChunk, model_name: str) -> ChatGenerationChunk:
-    ours: dict[str, Any] = {"segment_id": chunk.segment_id}
+    ours: dict[str, Any] = {"segment_id": chunk.segment_id, "request": chunk.number, **_counts(chunk.usage)}
     if chunk.report is not None:
-        ours["report"] = chunk.report.model_dump(mode="json")
+        ours |= {"agent": chunk.report.agent} | ({"reason": chunk.report.reason} if chunk.report.reason else {})
     if chunk.ttft_ms is not None:
         ours["ttft_ms"] = chunk.ttft_ms
     if chunk.invalid_calls:
@@ -170,18 +170,23 @@ def _last_chunk(chunk: FinalChunk, model_name: str) -> ChatGenerationChunk:
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": chunk.finish_reason})
 
 
+def _counts(usage: Usage) -> dict[str, int]:
+    """What became of the prompt's tokens. A message is kept as long as its thread, so it holds no more than that."""
+    known = {name: getattr(usage, name) for name in TREATMENTS[:-1]}
+    return {**known, TREATMENTS[-1]: max(0, usage.prompt_tokens - sum(known.values()))}
+
+
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     top = [{"token": token, "logprob": logprob} for _, token, logprob in entry.top]
     return {"token": entry.token, "logprob": entry.logprob, "top_logprobs": top}
 
 
 def to_usage(usage: Usage) -> UsageMetadata:
-    """Usage in LangChain's form; our own counts ride along as integers, which survive merging."""
-    ours = {f"kvcomm_{name}": getattr(usage, name) for name in TREATMENTS[:-1]}
+    """Usage in LangChain's form. Details are disjoint parts of ``input_tokens``: readers subtract each of them."""
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
-        input_token_details=InputTokenDetails(cache_read=usage.cache_read, **ours),  # type: ignore[typeddict-item]
+        input_token_details=InputTokenDetails(cache_read=usage.cache_read),
         output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
     )

@@ -39,7 +39,7 @@ def call_keywords(model: ModelSettings, stop: Sequence[str] | None, kwargs: Mapp
     """
     given = {k: v for k, v in kwargs.items() if k not in _IGNORED and not (v is None and k in _OPTIONAL)}
     beside = {key: given.pop(key) for key in ("mode", "policy") if key in given}
-    given["kvcomm"] = {**beside, **dict(given.pop("kvcomm", {}))}
+    given["kvcomm"] = {**beside, **dict(given.pop("kvcomm", None) or {})}
     given["chat_template_kwargs"] = {**(model.chat_template_kwargs or {}), **(given.get("chat_template_kwargs") or {})}
     if stop is not None:
         given["stop"] = stop

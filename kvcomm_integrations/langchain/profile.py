@@ -1,8 +1,12 @@
-"""What a model can do, told by its files alone: LangChain asks before any engine or tokenizer is loaded."""
+"""What a model can do, told by its files and by a server. LangChain asks before anything is loaded."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,82 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from kvcomm_integrations.chat.detect import tool_format_of_template
 from kvcomm_integrations.chat.tool_format import ToolFormat
-from kvcomm_integrations.errors import UnsupportedModelError
+from kvcomm_integrations.engines.interface import Engine
+from kvcomm_integrations.errors import KVCommError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileReader:
+    """A model's profile, put together when it is asked for.
+
+    On an event loop files are read in a thread, and a server that has not been asked yet is asked behind the scenes;
+    until it answers, the profile holds what the files say.
+    """
+
+    def __init__(self) -> None:
+        self._files: ModelProfile | None = None
+        self._asked = False
+
+    def profile(self, read: Callable[[], ModelProfile], engine: Engine) -> ModelProfile:
+        """The profile as it stands.
+
+        Args:
+            read: makes the profile of the model's files.
+            engine: the model's; its context length wins over the files'.
+        """
+        looping = _on_a_loop()
+        if self._files is None:
+            self._files = _in_thread(read) if looping else read()
+        if looping and not self._asked and engine.config.base_url is not None:
+            self._asked = True
+            threading.Thread(target=_length, args=(engine, True), daemon=True).start()
+        limit = _length(engine, ask=not looping)
+        return self._files if limit is None else limited(self._files, limit)
+
+
+def limited(profile: ModelProfile, limit: int) -> ModelProfile:
+    """A profile of a model whose prompt and answer may have so many tokens together."""
+    answer = min(profile.get("max_output_tokens") or limit, limit)
+    return ModelProfile(**{**profile, "max_input_tokens": limit, "max_output_tokens": answer})
+
+
+def _length(engine: Engine, ask: bool) -> int | None:
+    try:
+        return engine.context_length(ask=ask)
+    except KVCommError as error:
+        logger.info("The profile of %r holds what its files say: %s", engine.config.model, error)
+        return engine.config.max_model_len
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_thread(read: Callable[[], ModelProfile]) -> ModelProfile:
+    """What ``read`` gives, from another thread: file systems may be slow. Errors are raised here."""
+    found: list[ModelProfile | Exception] = []
+    busy = threading.Lock()
+
+    def work() -> None:
+        try:
+            found.append(read())
+        except Exception as error:  # noqa: BLE001 - raised below
+            found.append(error)
+        finally:
+            busy.release()
+
+    busy.acquire()
+    threading.Thread(target=work, daemon=True).start()
+    with busy:
+        [result] = found
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def model_profile(
@@ -42,10 +121,10 @@ def model_profile(
         # ``create_agent`` sends tools and a response format together where this is true.
         structured_output=tool_format is not None and tool_format.calls_beside_answer,
     )
-    if limit := context or _context_of(model):
-        profile["max_input_tokens"] = limit
-        profile["max_output_tokens"] = min(max_tokens or limit, limit)
-    return profile
+    if max_tokens:
+        profile["max_output_tokens"] = max_tokens
+    limit = context or _context_of(model)
+    return limited(profile, limit) if limit else profile
 
 
 def _tool_format_of(model: str) -> ToolFormat | None:

@@ -32,8 +32,9 @@ def _thread() -> dict[str, Any]:
     return {"configurable": {"thread_id": uuid.uuid4().hex}}
 
 
-def _report(message: AIMessage) -> RequestReport:
-    return RequestReport.model_validate(message.response_metadata["kvcomm"]["report"])
+def _report(model: ChatKVComm, message: AIMessage) -> RequestReport:
+    number = message.response_metadata["kvcomm"]["request"]
+    return next(record for record in model.report().records if record.number == number)
 
 
 def test_every_shared_content_is_loaded_from_the_second_agent_on(model: ChatKVComm) -> None:
@@ -41,14 +42,14 @@ def test_every_shared_content_is_loaded_from_the_second_agent_on(model: ChatKVCo
     state = team(model, agents).invoke({"messages": [("user", QUESTION)]}, _thread())
     answers = state["messages"][1:]
     assert [a.name for a in answers] == agents
-    first, *others = map(_report, answers)
+    first, *others = [_report(model, answer) for answer in answers]
     assert first.loaded == 0
     for number, report in enumerate(others, 1):
         placeholders = [s for s in report.segments if s.kind is SegmentKind.PLACEHOLDER]
         assert len(placeholders) == number + 1
         assert all(s.loaded > 0 for s in placeholders), report
         usage = answers[number].usage_metadata["input_token_details"]
-        assert usage["cache_read"] == report.exact + report.loaded
+        assert usage == {"cache_read": report.exact + report.carried + report.loaded}
 
 
 async def test_parallel_branches_share_one_prefill(model: ChatKVComm) -> None:
@@ -68,7 +69,7 @@ async def test_parallel_branches_share_one_prefill(model: ChatKVComm) -> None:
         graph.add_edge(START, name)
         graph.add_edge(name, END)
     state = await graph.compile().ainvoke({"answers": []}, _thread())
-    loaded = sorted(_report(a).loaded for a in state["answers"])
+    loaded = sorted(_report(model, a).loaded for a in state["answers"])
     assert loaded[0] == 0
     assert all(n > 0 for n in loaded[1:])
 
@@ -81,7 +82,7 @@ def test_a_history_behind_another_system_prompt_is_loaded_as_one_run(model: Chat
         speaker = model.bind(max_tokens=16, kvcomm={"agent": "solver", "session": session})
         history.append(speaker.invoke([SystemMessage(ROLES["solver"]), *history]))
     reader = model.bind(max_tokens=4, kvcomm={"agent": "critic", "session": session})
-    report = _report(reader.invoke([SystemMessage(ROLES["critic"]), *history, HumanMessage(QUESTIONS[2])]))
+    report = _report(model, reader.invoke([SystemMessage(ROLES["critic"]), *history, HumanMessage(QUESTIONS[2])]))
     names = [part.name for part in report.segments]
     run = report.segments[1 : names.index("agent:solver:response#2") + 1]
     assert [part.kind for part in run] == [SegmentKind.PLACEHOLDER, SegmentKind.FIXED] * 3 + [SegmentKind.PLACEHOLDER]

@@ -9,6 +9,7 @@ from langchain_core.messages import AIMessage
 from kvcomm_integrations.engines.fake import FakeEngine
 from kvcomm_integrations.langchain import ChatKVComm
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
+from kvcomm_integrations.wire import TREATMENTS
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -54,6 +55,7 @@ def who(model: ChatKVComm) -> list[tuple[str, str]]:
 
 
 def details(message: AIMessage) -> dict[str, int]:
-    """A message's input token details, as a plain dict."""
+    """What became of the prompt's tokens, and ``cache_read``."""
     assert message.usage_metadata is not None
-    return dict(message.usage_metadata["input_token_details"])  # type: ignore[arg-type]
+    counts = {name: message.response_metadata["kvcomm"][name] for name in TREATMENTS}
+    return {**counts, **message.usage_metadata["input_token_details"]}

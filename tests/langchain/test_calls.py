@@ -12,7 +12,7 @@ from langchain_core.rate_limiters import InMemoryRateLimiter
 from lc_helpers import details, fake, who
 
 from kvcomm_integrations.errors import ConfigurationError, ContextOverflowError, EngineClosedError, EngineError
-from kvcomm_integrations.wire import Mode
+from kvcomm_integrations.wire import TREATMENTS, Mode
 
 ANSWER = "The Seine runs through Paris, past the Louvre and on to the sea at Le Havre."
 ACCENTS = "Zoë säß im Café – 東京 🗼 für €5."
@@ -48,7 +48,7 @@ async def test_all_ways_of_calling_give_the_same_answer(make):
         assert metadata["kvcomm"]["segment_id"]
         usage = result.usage_metadata
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert usage["input_tokens"] == metadata["kvcomm"]["report"]["prompt_tokens"]
+        assert usage["input_tokens"] == sum(metadata["kvcomm"][name] for name in TREATMENTS)
 
 
 def test_streaming_comes_in_pieces_with_metadata_on_the_last_one_only(make):
@@ -70,10 +70,10 @@ def test_usage_counts_what_was_reused_and_survives_merging(make):
     model = make(ANSWER)
     model.invoke("q " * 50)
     again = model.invoke("q " * 50)
-    assert details(again)["cache_read"] == details(again)["kvcomm_exact"] > 0
+    assert details(again)["cache_read"] == details(again)["exact"] > 0
     streamed = total(list(model.stream("q " * 50)))
     assert details(streamed) == details(again)
-    assert model.last_report.exact == details(again)["kvcomm_exact"]
+    assert model.last_report.exact == details(again)["exact"]
 
 
 def test_a_second_agent_loads_what_the_first_has_seen(make):
@@ -83,14 +83,13 @@ def test_a_second_agent_loads_what_the_first_has_seen(make):
     two = model.bind(kvcomm={"agent": "two"}).invoke(
         [SystemMessage("You are a geographer and argue with care."), HumanMessage(question), one]
     )
-    assert details(one)["kvcomm_loaded"] == 0
-    assert details(two)["kvcomm_loaded"] > 0
-    assert details(two)["cache_read"] == details(two)["kvcomm_exact"] + details(two)["kvcomm_loaded"]
-    report = two.response_metadata["kvcomm"]["report"]
-    names = {segment["name"]: segment for segment in report["segments"]}
-    assert names["user_question"]["source"] == "one"
-    assert names["user_question"]["loaded"] > 0
-    json.dumps(report)
+    assert details(one)["loaded"] == 0
+    assert details(two)["loaded"] > 0
+    assert details(two)["cache_read"] == details(two)["exact"] + details(two)["loaded"]
+    names = {segment.name: segment for segment in model.last_report.segments}
+    assert names["user_question"].source == "one"
+    assert names["user_question"].loaded > 0
+    json.dumps(two.response_metadata)
 
 
 def test_response_is_a_named_segment_with_its_generated_ids(make):
@@ -254,7 +253,7 @@ def test_tenants_share_nothing(make):
     model.invoke(question, kvcomm={"tenant": "a", "agent": "x"})
     same = model.invoke([SystemMessage("long"), question[1]], kvcomm={"tenant": "a", "agent": "y"})
     other = model.invoke([SystemMessage("long"), question[1]], kvcomm={"tenant": "b", "agent": "y"})
-    assert details(same)["kvcomm_loaded"] > 0
+    assert details(same)["loaded"] > 0
     assert details(other)["cache_read"] == 0
 
 

@@ -299,8 +299,7 @@ def test_swarm(make_tools):
     assert agents(model) == ["alice", "bob"]
     assert len(sessions(model)) == 1
     assert result["messages"][-1].content == "Bonjour from bob."
-    report = result["messages"][-1].response_metadata["kvcomm"]["report"]
-    assert next(s for s in report["segments"] if s["name"] == "user_question")["loaded"] > 0
+    assert next(s for s in model.last_report.segments if s.name == "user_question").loaded > 0
 
 
 @pytest.mark.parametrize("saver", [None, InMemorySaver])
@@ -322,5 +321,5 @@ def test_provenance_survives_into_the_next_agents_history(make, saver):
     assert content is not None and content.text == answer and content.name == "agent:geographer:response"
     names = [segment.name for segment in fake(model).requests[-1].prompt.segments]
     assert "agent:geographer:response" in names and "user_question" in names
-    assert details(second)["kvcomm_loaded"] > 0
+    assert details(second)["loaded"] > 0
     assert isinstance(first, AIMessage)

@@ -66,7 +66,7 @@ def test_usage_callback_adds_up(make):
     results = [model.invoke("q"), model.invoke("q")]
     usage = handler.usage_metadata["fake"]
     assert usage["output_tokens"] == sum(r.usage_metadata["output_tokens"] for r in results)
-    assert usage["input_token_details"]["kvcomm_exact"] == sum(details(r)["kvcomm_exact"] for r in results)
+    assert usage["input_token_details"]["cache_read"] == sum(details(r)["cache_read"] for r in results)
 
 
 async def test_astream_events_v2(make):
@@ -246,3 +246,15 @@ def test_importing_and_constructing_loads_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_given_profile_stays(make):
+    assert make("ok", profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
+    with pytest.warns(UserWarning, match="nonsense"):
+        make("ok", profile={"nonsense": 7})
+
+
+async def test_a_profile_asked_for_on_a_loop(make, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    assert ChatKVComm(model=str(tmp_path)).profile["max_input_tokens"] == 2048
+    assert make().profile["structured_output"] is True

@@ -82,14 +82,20 @@ def calls_first(agent: str, tool: str, arguments: str = "{}") -> Callable[[Gener
 
 
 class Reports(BaseCallbackHandler):
-    """Keeps the report of every answer, as an application would."""
+    """Finds the report of every answer, as an application would."""
 
     def __init__(self) -> None:
-        self.all: list[RequestReport] = []
+        self.model: ChatKVComm | None = None
+        self.numbers: list[int] = []
+
+    @property
+    def all(self) -> list[RequestReport]:
+        by_number = {record.number: record for record in self.model.report().records}
+        return [by_number[number] for number in self.numbers]
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         message = response.generations[0][0].message  # type: ignore[union-attr]
-        self.all.append(RequestReport.model_validate(message.response_metadata["kvcomm"]["report"]))
+        self.numbers.append(message.response_metadata["kvcomm"]["request"])
 
 
 @pytest.fixture
@@ -101,7 +107,12 @@ def reports() -> Reports:
 def make_any(request: pytest.FixtureRequest, reports: Reports):
     """Makes a chat model: one template knows no tools, the other does."""
     make = request.getfixturevalue(request.param)
-    return lambda script: make(script, callbacks=[reports])
+
+    def build(script: Any) -> ChatKVComm:
+        reports.model = make(script, callbacks=[reports])
+        return reports.model
+
+    return build
 
 
 def found(request: GenerationRequest) -> dict[str, tuple[int, ...]]:

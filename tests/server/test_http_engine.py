@@ -390,3 +390,74 @@ def test_the_tokenizer_of_a_folder_is_read_here(stub: Stub, tiny_model: Path) ->
     assert engine.tokenizer.source == str(tiny_model)
     assert run(engine)[-1].finish_reason == "stop"
     engine.close()
+
+
+# ---- in LangChain's own words ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "bad", "kind"),
+    [
+        ({}, {"key": "k"}, "ModelAuthenticationError"),
+        ({"model": "other"}, {}, "ModelNotFoundError"),
+        ({}, {"status": 400}, "ModelInvalidRequestError"),
+        ({}, {"status": 503}, "ModelAPIError"),
+        ({"http": {"retries": 0}}, {"reset_first": 1}, "ModelConnectionError"),
+        ({"http": {"read_timeout": 0.2}}, {"pause": 2.0}, "ModelTimeoutError"),
+        (
+            {},
+            {"events": lambda stub, body: iter(['{"error": {"message": "engine dead", "code": 500}}'])},
+            "ModelAPIError",
+        ),
+        ({}, {"events": lambda stub, body: iter([])}, "ModelAPIError"),
+    ],
+)
+def test_a_chat_model_raises_langchains_types(
+    connect: Connect, stub: Stub, fields: dict[str, Any], bad: dict[str, Any], kind: str
+) -> None:
+    from langchain_core import exceptions
+
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    for name, value in bad.items():
+        setattr(stub, name, value)
+    model = ChatKVComm(model=fields.get("model", MODEL), engine=connect(**fields))
+    with pytest.raises(getattr(exceptions, kind)) as caught:
+        model.invoke("q")
+    assert isinstance(caught.value, ServerError)
+
+
+def test_the_profile_has_the_servers_context_length(stub: Stub, tmp_path: Path) -> None:
+    """The server's number wins over that of files on this machine; nothing is sent before somebody asks."""
+    from langchain.agents.middleware import SummarizationMiddleware
+
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    stub.models = [{"id": "served", "root": str(tmp_path), "max_model_len": 640}]
+    model = ChatKVComm(model=str(tmp_path), base_url=stub.url, max_tokens=100)
+    assert stub.seen == []
+    assert model.profile["max_input_tokens"] == 640 and model.profile["max_output_tokens"] == 100
+    assert [seen.path for seen in stub.seen] == ["/v1/models"]
+    SummarizationMiddleware(model, trigger=("fraction", 0.5))
+    less = ChatKVComm(model=str(tmp_path), base_url=stub.url, max_model_len=320)
+    assert less.profile["max_input_tokens"] == 320
+
+
+async def test_the_profile_of_a_served_model_on_a_loop_comes_behind_the_scenes(stub: Stub) -> None:
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    model = ChatKVComm(model=MODEL, base_url=stub.url)
+    assert model.profile.get("max_input_tokens") is None
+    async with asyncio.timeout(10):
+        while "max_input_tokens" not in model.profile:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+    assert model.profile["max_input_tokens"] == 512
+
+
+def test_the_profile_of_a_server_that_is_not_there(tmp_path: Path) -> None:
+    from kvcomm_integrations.langchain import ChatKVComm
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    model = ChatKVComm(model=str(tmp_path), base_url="http://127.0.0.1:9", http={"retries": 0})
+    assert model.profile["max_input_tokens"] == 2048

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator
 
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.engines.http.handshake import Server, shake_hands
+from kvcomm_integrations.engines.http.handshake import Server, served_model, shake_hands
 from kvcomm_integrations.engines.http.remote_tokenizer import fetch_tokenizer, local_tokenizer
 from kvcomm_integrations.engines.http.streaming import completion_body, read_deltas
 from kvcomm_integrations.engines.http.transport import Transport, server_url
@@ -45,6 +45,7 @@ class HttpEngine(Engine):
         self._connected: tuple[LoopThread, Transport] | None = None
         self._tokenizer = tokenizer
         self._server: Server | None = None
+        self._context: int | None = None
         self._closed = False
         watch(self)
 
@@ -91,6 +92,17 @@ class HttpEngine(Engine):
                 loop, transport = self._connection()
                 self._server = loop.run(shake_hands(transport, self.config, tokenizer))
             return self._server
+
+    def context_length(self, *, ask: bool = True) -> int | None:
+        """See ``Engine.context_length``. Asks for the list of models only; the handshake comes with first use."""
+        if self._server is not None:
+            return self._server.max_model_len
+        own = self.config.max_model_len
+        if self._context is None and ask:
+            loop, transport = self._connection()
+            _, limit = served_model(loop.run(transport.fetch("/v1/models")), self.config)
+            self._context = min(limit or own or 0, own or limit or 0)
+        return self._context or own
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See ``Engine.generate``; closing the connection makes the server abort."""

@@ -79,7 +79,7 @@ def served_model(listing: Any, config: EngineConfig) -> tuple[str, int | None]:
             if str(model.get(key, "")).rstrip("/") == config.model.rstrip("/"):
                 return str(model["id"]), model.get("max_model_len")
     names = ", ".join(repr(model.get("id")) for model in models) or "nothing"
-    raise ServerError(
+    raise NotFoundError(
         f"the server at {config.base_url} serves {names}, not {config.model!r}; use one of its names as model (and "
         "tokenizer=... if the tokenizer is elsewhere)"
     )

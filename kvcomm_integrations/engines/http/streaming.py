@@ -23,6 +23,8 @@ _SAME_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logprobs",
 )  # fmt: skip
+_FAILED = 500
+"""Status of an answer that broke off: the server's fault, and it may do better the next time."""
 
 
 def completion_body(request: GenerationRequest, server: Server, request_id: str) -> dict[str, Any]:
@@ -97,7 +99,8 @@ async def read_deltas(
     if last is None or last.finish_reason == "abort":
         raise ServerError(
             f"the server ended the answer after {completion} tokens without finishing it; it may be shutting down, see "
-            "its log"
+            "its log",
+            _FAILED,
         )
     details = usage.get("prompt_tokens_details") or {}
     reused = sum(getattr(report, kind) for kind in TREATMENTS[:-1]) if report is not None else 0
@@ -115,11 +118,13 @@ def _event(data: str, completion: int) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(data)
     except ValueError as error:
-        raise ServerError(f"the server sent an event that is not JSON: {data[:200]!r}") from error
+        raise ServerError(f"the server sent an event that is not JSON: {data[:200]!r}", _FAILED) from error
     if "error" in event:
         said = event["error"]
         message = said.get("message", said) if isinstance(said, dict) else said
-        raise ServerError(f"the server failed after {completion} tokens of the answer: {message}")
+        code = said.get("code") if isinstance(said, dict) else None
+        status = code if isinstance(code, int) else _FAILED
+        raise ServerError(f"the server failed after {completion} tokens of the answer: {message}", status)
     return event
 
 

@@ -13,7 +13,7 @@ import httpx
 
 from kvcomm_integrations import forks
 from kvcomm_integrations.config import EngineConfig
-from kvcomm_integrations.errors import ConfigurationError, ServerError
+from kvcomm_integrations.errors import ConfigurationError, ServerError, ServerTimeoutError, ServerUnreachableError
 
 NOT_SENT_AGAIN = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 """Transport errors after which trying again makes no sense: the server is there but slow, or the address is wrong."""
@@ -21,6 +21,9 @@ NOT_SENT_AGAIN = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout, http
 
 class NotFoundError(ServerError):
     """The server has no such path or model."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, int(httpx.codes.NOT_FOUND))
 
 
 class Transport:
@@ -83,7 +86,7 @@ class Transport:
                 raise self._silent(error, url) from error
             except httpx.TransportError as error:
                 if attempt == self._http.retries:
-                    raise ServerError(
+                    raise ServerUnreachableError(
                         f"no answer from {url} after {attempt + 1} tries ({_words(error)}): is the server running, and "
                         f"is base_url right? Start one with: kvcomm serve MODEL --port {_port(url)}"
                     ) from error
@@ -112,12 +115,12 @@ class Transport:
 
     def _silent(self, error: httpx.TransportError, url: str) -> ServerError:
         if isinstance(error, httpx.PoolTimeout):
-            return ServerError(
+            return ServerTimeoutError(
                 f"all {self._http.max_connections} connections to {url} are in use; raise http.max_connections"
             )
         if isinstance(error, httpx.UnsupportedProtocol):
             return ServerError(f"base_url {self.base_url!r} cannot be used: {error}")
-        return ServerError(
+        return ServerTimeoutError(
             f"{url} said nothing for http.read_timeout={self._http.read_timeout} s; the server may be overloaded: "
             "raise read_timeout or send fewer requests at once"
         )
@@ -125,7 +128,7 @@ class Transport:
     def _broken(self, error: httpx.TransportError, url: str) -> ServerError:
         if isinstance(error, httpx.ReadTimeout):
             return self._silent(error, url)
-        return ServerError(
+        return ServerUnreachableError(
             f"the connection to {url} broke off in the middle of an answer ({_words(error)}); the server may have "
             "died, see its log"
         )
@@ -135,13 +138,14 @@ class Transport:
         if status == httpx.codes.UNAUTHORIZED or status == httpx.codes.FORBIDDEN:
             return ServerError(
                 f"{url} refuses the API key ({status}: {said}); set api_key or the environment variable KVCOMM_API_KEY "
-                "to a key the server knows"
+                "to a key the server knows",
+                status,
             )
         if status == httpx.codes.NOT_FOUND:
             return NotFoundError(f"{url} answers 404 ({said}); base_url should be the address of a vLLM server's /v1")
         if status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            return ServerError(f"the server at {url} failed with status {status} ({said}); see its log")
-        return ServerError(f"{url} refuses the request with status {status}: {said}")
+            return ServerError(f"the server at {url} failed with status {status} ({said}); see its log", status)
+        return ServerError(f"{url} refuses the request with status {status}: {said}", status)
 
 
 def server_url(base_url: str | None) -> str:
