@@ -104,7 +104,7 @@ class Conversation:
             "model": self.engine.config.model, "agent": agent, "session": f"{self.mode}-{self.number}",
             "mode": self.mode, "max_tokens": self.answer, "temperature": 0.0, "tenant": self.tenant,
         }  # fmt: skip
-        settings |= {"logprobs": True, "top_logprobs": self.logprobs} if self.logprobs else {}
+        settings |= {"logprobs": self.logprobs} if self.logprobs else {}
         return settings | ({"policy": self.policy} if self.policy else {})
 
     def _question(self) -> str:
