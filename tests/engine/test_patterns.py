@@ -51,7 +51,7 @@ class Scripted(ChatKVComm):
     first_calls: dict[str, Call] = {}  # noqa: RUF012 - a pydantic field
     _left: dict[str, Call] = PrivateAttr(default_factory=dict)
     _said: int = PrivateAttr(default=0)
-    _reports: list[RequestReport] = PrivateAttr(default_factory=list)
+    _told: list[RequestReport] = PrivateAttr(default_factory=list)
     _guard: Any = PrivateAttr(default_factory=threading.Lock)
 
     def model_post_init(self, context: Any, /) -> None:
@@ -74,12 +74,12 @@ class Scripted(ChatKVComm):
     def _converted(self, chunk: Chunk, blocks: bool) -> ChatGenerationChunk:
         if isinstance(chunk, FinalChunk) and chunk.report is not None:
             with self._guard:
-                self._reports.append(chunk.report)
+                self._told.append(chunk.report)
         return super()._converted(chunk, blocks)
 
     @property
     def reports(self) -> list[RequestReport]:
-        return self._reports
+        return self._told
 
 
 def _only(tool: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
