@@ -67,8 +67,10 @@ class Sessions:
         calls = []
         for place, agent in enumerate(self._team.names):
             prompt = self._team.write(agent, question, answers)
-            how = {"session": f"{self._mode}-{number}", "mode": self._mode, "shared": True, "salt": "tail"}
-            answer = ask(self._engine, prompt, self._team.answering(agent, number), agent, **how)  # type: ignore[arg-type]
+            sampling, session = self._team.answering(agent, number), f"{self._mode}-{number}"
+            answer = ask(
+                self._engine, prompt, sampling, agent, shared=True, salt="tail", session=session, mode=self._mode
+            )
             answers[agent] = answer.tokens
             calls.append(Call(place, answer))
             if think:
@@ -86,8 +88,8 @@ def figures(calls: Sequence[Call]) -> dict[str, float]:
         "requests": len(calls),
         "dense": sum(answer.report.mode is not Mode.AUTO for answer in later),
         "met": len(late),
+        "delay_p95": percentile(late, 95) if late else 0.0,
         "longest_delay": max(late, default=0.0),
-        "settled": sum(answer.report.settled for answer in later),
     }
 
 
@@ -137,8 +139,8 @@ def _saturate(play: Sessions, numbers: Sequence[int], together: int) -> float:
 
 
 def _show(found: dict[str, dict[str, float]], rates: dict[str, list[float]], args: argparse.Namespace) -> None:
-    headings = ["way", "requests", *(f"p{share}" for share in SHARES), "dense", "met one", "longest delay", "settled"]
-    columns = ("requests", *(f"p{share}" for share in SHARES), "dense", "met", "longest_delay", "settled")
+    headings = ["way", "requests", *(f"p{share}" for share in SHARES), "dense", "met one", "delay p95", "longest delay"]
+    columns = ("requests", *(f"p{share}" for share in SHARES), "dense", "met", "delay_p95", "longest_delay")
     rows = [(way, *(f"{line[name]:,.0f}" for name in columns)) for way, line in found.items()]
     show(
         f"Time to the first token, ms, of requests that could load {args.input:,} tokens and more; "
@@ -150,8 +152,8 @@ def _show(found: dict[str, dict[str, float]], rates: dict[str, list[float]], arg
     )
     ratio = found["dense"]["p99"] / found["shadow"]["p99"]
     print(f"p99 with shadow requests: {ratio:.2f} times less than dense's.")
-    best = {way: percentile(values, 50) for way, values in rates.items()}
+    middle = {way: percentile(values, 50) for way, values in rates.items()}
     print(
-        f"Saturated, {args.together} sessions at once: {best['on']:.2f} requests a second with shadow requests, "
-        f"{best['off']:.2f} without ({best['on'] / best['off'] - 1:+.1%}; medians of {args.rounds} rounds)."
+        f"Saturated, {args.together} sessions at once: {middle['on']:.2f} requests a second with shadow requests, "
+        f"{middle['off']:.2f} without ({middle['on'] / middle['off'] - 1:+.1%}; medians of {args.rounds} rounds)."
     )

@@ -17,6 +17,7 @@ from kvcomm_integrations.chat.template_probe import template_abilities
 from kvcomm_integrations.chat.tool_format import AnswerParser, ToolFormat, ToolUse
 from kvcomm_integrations.engines.interface import SamplingOptions
 from kvcomm_integrations.errors import ConfigurationError
+from kvcomm_integrations.prompts.arranging import calls_as_text
 from kvcomm_integrations.prompts.chat_message import ChatMessage
 from kvcomm_integrations.prompts.segments import SegmentedPrompt
 from kvcomm_integrations.prompts.tokenizer import ChatTokenizer
@@ -51,7 +52,7 @@ class HermesFormat(ToolFormat):
         """See ``ToolFormat.encode``."""
         shown = list(messages)
         if any(message.tool_calls for message in shown) and not template_abilities(tokenizer).tool_calls:
-            shown = [_calls_as_text(message) for message in shown]
+            shown = [calls_as_text(message) for message in shown]
         if not use.tools:
             return shown, None
         if template_abilities(tokenizer).tools:
@@ -154,14 +155,6 @@ def _tag(function: dict[str, Any]) -> dict[str, Any]:
     begin = f'{CALL_OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{CALL_CLOSE}"}
-
-
-def _calls_as_text(message: ChatMessage) -> ChatMessage:
-    lines = [message.content] if message.content else []
-    for call in message.tool_calls:
-        name, arguments = json.dumps(call["function"]["name"]), _as_text(call["function"].get("arguments", {}))
-        lines.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CALL_CLOSE}')
-    return replace(message, content="\n".join(lines), tool_calls=())
 
 
 def _as_text(arguments: Any) -> str:

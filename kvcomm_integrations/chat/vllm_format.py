@@ -114,7 +114,7 @@ class VllmAnswerParser(AnswerParser):
         self._tag = _TAGS.get(tool_parser or "")
         self._whole = ""
         self._said = False
-        self._thought = ""
+        self._text = self._thought = ""
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> list[AnswerChunk]:
         """See ``AnswerParser.feed``."""
@@ -128,6 +128,7 @@ class VllmAnswerParser(AnswerParser):
             self._thought += message.reasoning
         if message is not None and message.content:
             chunks.append(TextChunk(message.content))
+            self._text += message.content
         called = message.tool_calls if message is not None else ()
         self._is_answer = self._is_answer or any(self._is_foreign(call) for call in called)
         listed = self._list.search(self._whole) if self._list is not None else None
@@ -137,7 +138,7 @@ class VllmAnswerParser(AnswerParser):
                 chunks.append(self._piece(call))
         self._said = self._said or any(not isinstance(chunk, ReasoningChunk) for chunk in chunks)
         if last and self._is_answer:
-            chunks.append(TextChunk(self._whole))
+            chunks.append(TextChunk(self._read().removeprefix(self._text)))
         elif last and listed:
             chunks += self._listed(self._whole[listed.end() :])
         elif last and not self._said and self._whole.strip():
@@ -194,13 +195,18 @@ class VllmAnswerParser(AnswerParser):
         ]
         return list(found if self._parallel else found[:1])
 
+    def _read(self) -> str:
+        """The whole answer without its thinking."""
+        if self._make_reader is None:
+            return self._whole
+        _, text, _ = self._make_reader().parse(self._whole, _request(ToolUse()))
+        return text or ""
+
     def _unread(self) -> list[AnswerChunk]:
         """The answer as text, without the thinking: what no parser has made anything of, a call cut off in its name."""
-        text: str | None = self._whole
-        if self._make_reader is not None:
-            _, text, _ = self._make_reader().parse(self._whole, _request(ToolUse()))
-        thinking_only = not self._request.tools or (self._thought and self._thought.strip() in (text or ""))
-        return [TextChunk(text)] if text and text.strip() and not thinking_only else []
+        text = self._read()
+        thinking_only = not self._request.tools or (self._thought and self._thought.strip() in text)
+        return [TextChunk(text)] if text.strip() and not thinking_only else []
 
     def _piece(self, call: Any) -> CallChunk:
         """Some parsers repeat id and name, or leave the id out: the first fragment has both, later ones neither."""
@@ -280,7 +286,9 @@ class VllmFormat(ToolFormat):
         wanted = request.extract_structured_outputs()
         output = {form: value for form in _FORMS if (value := getattr(wanted, form, None))} or None
         if answer is not None:
-            output = after_thinking(self._call_or(answer, output or {}), tokenizer, prompt.text)
+            output = self._call_or(answer, output or {})
+            if self.reasoning_parser is not None:  # else nothing would take the thinking out of the answer
+                output = after_thinking(output, tokenizer, prompt.text)
         return replace(
             sampling,
             structured_output=output,

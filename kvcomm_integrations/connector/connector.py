@@ -31,7 +31,7 @@ from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.metrics import ReusePromMetrics, ReuseStats
 from kvcomm_integrations.connector.scheduler import ConnectorScheduler
 from kvcomm_integrations.connector.workarounds import (
-    EngineDoor,
+    EngineCoreAccess,
     calling_runner,
     make_seeds_rewindable,
     step_being_taken_in,
@@ -109,7 +109,10 @@ class KVCommConnector(KVConnectorBase_V1):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.connector_scheduler.shadows.door = EngineDoor.of_callers()
+        shadows = self.connector_scheduler.shadows
+        shadows.core = EngineCoreAccess.of_callers()
+        if shadows.core is None:
+            shadows.cannot_run()
         self.connector_scheduler.cached_blocks = partial(cached_blocks, kv_cache_manager)
         self.connector_scheduler.block_ids = lambda req_id: tuple(kv_cache_manager.get_block_ids(req_id)[0])
 

@@ -49,8 +49,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     leverage: dict[tuple[str, Edge, int], float] = field(default_factory=dict)
     """Policy, edge and reference to how new the content is to the edge."""
     audits: list[AuditResult] = field(default_factory=list)
-    audit_over: bool = False
-    """An audit that was carried on step by step has come to its end, well or not."""
+    audit_over: str = ""
+    """The audited request of the latest audit that was carried on step by step and has come to its end, well or not."""
     forward: tuple[int, float] | None = None
     """Tokens of a forward and the milliseconds it took."""
     verified: bool = False

@@ -32,7 +32,7 @@ from kvcomm_integrations.connector.compat import (
 )
 from kvcomm_integrations.connector.metadata import StepMetadata, WorkerReport
 from kvcomm_integrations.connector.meter import ReuseMeter
-from kvcomm_integrations.connector.shadows import Errand, Shadows
+from kvcomm_integrations.connector.shadows import FollowUp, Shadows
 from kvcomm_integrations.connector.worker_reports import WorkerReports
 from kvcomm_integrations.errors import WireError
 from kvcomm_integrations.planning.content_keys import names_session
@@ -346,6 +346,7 @@ class ConnectorScheduler:
         if live.admitted:
             return
         live.admitted = True
+        self.lineages.compute(request.block_hashes[live.exact // self._hash_block :])
         self._note_estimates(live)
         if not live.refusal and live.prompt.params.mode is not Mode.DENSE:
             reserved = self.reservations.reserve_prompt(live.prompt, live.held, approximate=live.approximate)
@@ -365,7 +366,7 @@ class ConnectorScheduler:
         self._planned, self._repairing = [], 0
         for live in self._live.values():
             self._notice_preemption(live)
-            if live.prompt_done:
+            if live.prompt_done and live.shadow is None:  # what follows from one of ours comes step by step
                 self._order_early(live, meta)
         for req_id, tokens in output.num_scheduled_tokens.items():
             scheduled = self._live.get(req_id)
@@ -417,7 +418,7 @@ class ConnectorScheduler:
             self._reports.take_in(report, self._live)
             self._forget_spoilt(report)
             if report.audit_over:
-                self.shadows.audited()
+                self.shadows.audited(report.audit_over)
             if self.workers.weights != weights:  # blocks are still to be released, but nothing is to be had from them
                 self._finished = [LastJobs(last.req_id, [], [], []) for last in self._finished]
                 self.lineages.clear()
@@ -506,7 +507,7 @@ class ConnectorScheduler:
             self.shadows.ended(None)
             return False, None
         audit = audit_job(live.shadow.prompt, live.contribution.audits, live.shadow.answer, blocks)
-        jobs = Errand(live.request.request_id, live.shadow, deque([] if audit is None else [audit]))
+        jobs = FollowUp(live.request.request_id, live.shadow, deque([] if audit is None else [audit]))
         jobs.observes.extend(self._observes(live, blocks))
         jobs.harvests.extend(self._harvests(live, blocks))
         self.shadows.ended(jobs)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Protocol
 
 from kvcomm_integrations.config import ReuseConfig
@@ -26,7 +26,7 @@ from kvcomm_integrations.wire import Mode
 logger = logging.getLogger(__name__)
 
 PREFIX = "kvcomm-shadow-"
-"""Names of shadow requests begin so."""
+"""Names of shadow requests begin so; the rest is drawn, so that no user's request has the same."""
 LEAST_TOKENS, MOST_TOKENS = 8, 1 << 14
 """Tokens of a slice. Where a step of one token takes longer than the bound already, less than the least would only take
 more of such steps."""
@@ -36,8 +36,8 @@ MARGIN = 0.8
 """Share of the bound that a slice is planned to take."""
 
 
-class Door(Protocol):
-    """What shadow requests need of the engine; see `workarounds.EngineDoor`."""
+class CoreAccess(Protocol):
+    """What shadow requests need of the engine; see `workarounds.EngineCoreAccess`."""
 
     @property
     def steps_ahead(self) -> int:
@@ -58,7 +58,7 @@ class Door(Protocol):
 
 
 @dataclass
-class Errand:
+class FollowUp:
     """What is still to be done with the blocks of a shadow request that has been computed, one job a step."""
 
     req_id: str
@@ -66,8 +66,8 @@ class Errand:
     audits: deque[AuditJob] = field(default_factory=deque)
     observes: deque[ObserveJob] = field(default_factory=deque)
     harvests: deque[HarvestJob] = field(default_factory=deque)
-    auditing: bool = False
-    """An audit has been begun and not reported."""
+    auditing: str = ""
+    """The audited request, while its audit has been begun and not reported."""
     learning: bool = False
     """Something has been learned: a second time it must not be."""
 
@@ -96,12 +96,11 @@ class Shadows:
         self, config: ReuseConfig, withdraw: Callable[[int], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.queue = ShadowQueue(config.idle_budget)
-        self.door: Door | None = None
+        self.core: CoreAccess | None = None
         self._config = config
         self._clock = clock
         self._withdraw = withdraw
         self._lock = threading.RLock()
-        self._numbers = count()
         self._timer: threading.Timer | None = None
         self._resting = False
         """Nothing of a user's waits or runs."""
@@ -113,18 +112,26 @@ class Shadows:
         self._tokens = float(LEAST_TOKENS)
         self._step_began: float | None = None
         """When the latest step of ours began; ``None`` outside of them."""
-        self._errand: Errand | None = None
+        self._follow_up: FollowUp | None = None
         self._abandon: list[str] = []
 
     @property
     def wanted(self) -> bool:
         """Whether requests are to be computed again at all."""
-        return self._config.enabled and self._config.idle_budget > 0 and self.door is not None
+        return self._config.enabled and self._config.idle_budget > 0 and self.core is not None
 
     @property
     def busy(self) -> bool:
         """A shadow request is being computed, or what follows from one is being done."""
-        return self._arrived or self._errand is not None
+        return self._arrived or self._follow_up is not None
+
+    def cannot_run(self) -> None:
+        """Say once that this engine has none, if they are wanted."""
+        if self._config.enabled and self._config.idle_budget:
+            logger.warning(
+                "No shadow requests: they need one engine process without data or pipeline parallelism, and chunked "
+                "prefill. To learn all the same, set learn_rate and audit_rate; idle_budget=0 silences this."
+            )
 
     def task_of(self, request_id: str) -> ShadowTask | None:
         """The task that a request of ours computes; ``None`` for users' requests."""
@@ -145,39 +152,39 @@ class Shadows:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            errand = self._errand
-            if errand is not None:
-                task = self._stop(errand)
-                if not errand.learning:
+            follow_up = self._follow_up
+            if follow_up is not None:
+                task = self._stop(follow_up)
+                if not follow_up.learning:
                     self.queue.add(task)
-            if self._arrived and self.door is not None:
-                self.door.end(self._name)
+            if self._arrived and self.core is not None:
+                self.core.end(self._name)
 
     def arrives(self) -> None:
         """Our request has reached the scheduler; if a user's has, too, it ends at once."""
-        assert self.door is not None
+        assert self.core is not None
         with self._lock:
             self._arrived = True
             if self._resting and not self._dropped:
-                self.door.limit_steps(self.slice_tokens)
+                self.core.limit_steps(self.slice_tokens)
             else:
-                self.door.end(self._name)
+                self.core.end(self._name)
 
-    def ended(self, errand: Errand | None) -> None:
+    def ended(self, follow_up: FollowUp | None) -> None:
         """Our request is over.
 
         Args:
-            errand: what is to be done now that it has been computed; ``None`` if it was not.
+            follow_up: what is to be done now that it has been computed; ``None`` if it was not.
         """
         with self._lock:
             task, self._task = self._task, None
             self._name, self._arrived = "", False
-            if self.door is not None:
-                self.door.limit_steps(None)
-            if errand is None and task is not None and not self._dropped:
+            if self.core is not None:
+                self.core.limit_steps(None)
+            if follow_up is None and task is not None and not self._dropped:
                 self.queue.add(task)
-            self._errand = errand
-            if errand is None and self._resting:
+            self._follow_up = follow_up
+            if follow_up is None and self._resting:
                 self._begin_in(self._config.idle_after_ms / 1e3)
 
     def forget_session(self, tenant: str, session: str) -> None:
@@ -194,20 +201,20 @@ class Shadows:
 
     def _drop(self, meant: Callable[[ShadowTask], bool]) -> None:
         """Give up what has been begun, if it is meant."""
-        if self._errand is not None and meant(self._errand.task):
-            self._stop(self._errand)
+        if self._follow_up is not None and meant(self._follow_up.task):
+            self._stop(self._follow_up)
         if self._task is not None and meant(self._task):
             self._dropped = True
-            if self._arrived and self.door is not None:
-                self.door.end(self._name)
+            if self._arrived and self.core is not None:
+                self.core.end(self._name)
 
-    def _stop(self, errand: Errand) -> ShadowTask:
+    def _stop(self, follow_up: FollowUp) -> ShadowTask:
         """Nothing further is done with the blocks of a request of ours; returns its task."""
-        self._errand = None
-        self._abandon.append(errand.req_id)
-        for harvest in errand.harvests:
+        self._follow_up = None
+        self._abandon.append(follow_up.req_id)
+        for harvest in follow_up.harvests:
             self._withdraw(harvest.ref_id)
-        return errand.task
+        return follow_up.task
 
     def _begin_in(self, seconds: float) -> None:
         if self._timer is not None:
@@ -219,23 +226,23 @@ class Shadows:
 
     def _begin(self) -> None:
         with self._lock:
-            if self._task is not None or self._errand is not None or not self._resting or self.door is None:
+            if self._task is not None or self._follow_up is not None or not self._resting or self.core is None:
                 return
-            task = self.queue.take() if self.door.open else None
+            task = self.queue.take() if self.core.open else None
             if task is None:
                 return
             params = task.prompt.params.model_copy(
                 update={"mode": Mode.OBSERVE, "audit": (), "response_name": None, "release": False}
             )
-            self._task, self._name, self._dropped = task, f"{PREFIX}{next(self._numbers)}", False
-            self.door.submit(self._name, task.token_ids, task.salt, params.to_transfer_params())
+            self._task, self._name, self._dropped = task, f"{PREFIX}{uuid.uuid4().hex}", False
+            self.core.submit(self._name, task.token_ids, task.salt, params.to_transfer_params())
 
     # ---- how much --------------------------------------------------------------------------------------------------
 
     @property
     def slice_ms(self) -> float:
         """Milliseconds that a step of ours may take."""
-        return MARGIN * self._config.idle_slice_ms / (1 if self.door is None else self.door.steps_ahead)
+        return MARGIN * self._config.idle_slice_ms / (1 if self.core is None else self.core.steps_ahead)
 
     @property
     def slice_tokens(self) -> int:
@@ -257,36 +264,36 @@ class Shadows:
         """Add to a step's orders: the next job of a shadow request's, or that what was begun is undone."""
         with self._lock:
             self._time_step()
-            if self._arrived and self.door is not None and self._resting:
-                self.door.limit_steps(self.slice_tokens)
+            if self._arrived and self.core is not None and self._resting:
+                self.core.limit_steps(self.slice_tokens)
             if self._abandon:
                 meta.abandon_audit = True
                 meta.releases.extend(self._abandon)
                 self._abandon.clear()
-            errand = self._errand
-            if errand is None:
+            follow_up = self._follow_up
+            if follow_up is None:
                 return
             meta.audit_tokens = self.slice_tokens
-            if errand.auditing:
+            if follow_up.auditing:
                 return
-            if errand.audits:
-                meta.sliced_audit = errand.audits.popleft()
-                errand.auditing = True
-            elif errand.observes:
-                meta.observes.append(errand.next_part(LEARNED * self.slice_tokens))
-            elif errand.harvests:
-                job = errand.harvests.popleft()
+            if follow_up.audits:
+                meta.sliced_audit = follow_up.audits.popleft()
+                follow_up.auditing = meta.sliced_audit.req_id
+            elif follow_up.observes:
+                meta.observes.append(follow_up.next_part(LEARNED * self.slice_tokens))
+            elif follow_up.harvests:
+                job = follow_up.harvests.popleft()
                 if job.end - job.start <= LEARNED * self.slice_tokens:
                     meta.harvests.append(job)
                 else:  # it would take too long, and users' requests will do it
                     self._withdraw(job.ref_id)
             else:
-                meta.releases.append(errand.req_id)
-                self._errand = None
+                meta.releases.append(follow_up.req_id)
+                self._follow_up = None
                 if self._resting:
                     self._begin_in(0.0)
 
-    def audited(self) -> None:
-        """The workers have finished the audit that was begun, or could not."""
-        if self._errand is not None:
-            self._errand.auditing = False
+    def audited(self, req_id: str) -> None:
+        """The workers have finished the audit of a request, or could not; they may say so more than once."""
+        if self._follow_up is not None and self._follow_up.auditing == req_id:
+            self._follow_up.auditing = ""

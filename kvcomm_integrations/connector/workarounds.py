@@ -29,7 +29,7 @@ def calling_runner() -> Any:
     return None
 
 
-class EngineDoor:
+class EngineCoreAccess:
     """A way into the engine's core for requests of our own, which vLLM offers to front ends only.
 
     Args:
@@ -43,7 +43,7 @@ class EngineDoor:
         self._most = scheduler.max_num_scheduled_tokens
 
     @classmethod
-    def of_callers(cls) -> EngineDoor | None:
+    def of_callers(cls) -> EngineCoreAccess | None:
         """That of the engine core that is being made; ``None`` where there is none, or where it is not for us.
 
         With several engines in data parallel all of them would have to run along; without chunked prefill a prompt

@@ -96,6 +96,11 @@ class Lineages:
         """Remember blocks that were computed exactly while nobody waited."""
         self._settled.update(dict.fromkeys(hashes, True))
 
+    def compute(self, hashes: Iterable[bytes]) -> None:
+        """Somebody computes these blocks anew, so they are no longer what was computed while nobody waited."""
+        for value in hashes:
+            self._settled.pop(value, None)
+
     def settled(self, hashes: Iterable[bytes]) -> int:
         """How many of these blocks were."""
         return sum(value in self._settled for value in hashes)

@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from kvcomm_integrations.errors import ConfigurationError
@@ -143,22 +144,21 @@ def _with_known_role(message: ChatMessage) -> ChatMessage:
 
 def _calls_apart(messages: Messages) -> list[ChatMessage]:
     """Each of several calls in a message of its own, followed by its result."""
-    results = {m.tool_call_id: m for m in messages if m.role == "tool" and m.tool_call_id is not None}
     apart: list[ChatMessage] = []
-    placed: set[int] = set()
-    for message in messages:
-        if id(message) in placed:
-            continue
-        if message.role != "assistant" or len(message.tool_calls) < 2:
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        if len(message.tool_calls) < 2:
             apart.append(message)
             continue
+        results = list(takewhile(lambda following: following.role == "tool", left))  # ids may come again later
+        del left[: len(results)]
         for number, call in enumerate(message.tool_calls):
-            content = message.content if number == 0 else ""
-            apart.append(replace(message, content=content, tool_calls=(call,)))
-            result = results.get(str(call.get("id")))
-            if result is not None and id(result) not in placed:
-                placed.add(id(result))
-                apart.append(result)
+            apart.append(replace(message, content="" if number else message.content, tool_calls=(call,)))
+            own = [result for result in results if result.tool_call_id == call.get("id")]
+            apart += own
+            results = [result for result in results if result not in own]
+        apart += results
     return apart
 
 
@@ -172,14 +172,17 @@ def _as_text(messages: Messages) -> list[ChatMessage]:
             note = ChatMessage("user", f"Result of {name}:")
             told += [note, replace(message, role="user", name=name, tool_call_id=message.tool_call_id or "")]
         elif message.tool_calls:
-            lines = [message.content] if message.content else []
-            for call in message.tool_calls:
-                function = call.get("function", {})
-                given = function.get("arguments", {})
-                arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                head = json.dumps(function.get("name"), ensure_ascii=False)
-                lines.append(f'<tool_call>\n{{"name": {head}, "arguments": {arguments or "{}"}}}\n</tool_call>')
-            told.append(replace(message, content="\n".join(lines), tool_calls=()))
+            told.append(calls_as_text(message))
         else:
             told.append(message)
     return told
+
+
+def calls_as_text(message: ChatMessage) -> ChatMessage:
+    """A message whose calls are part of its text, each between ``<tool_call>`` tags."""
+    lines = [message.content] if message.content else []
+    for call in message.tool_calls:
+        name, given = json.dumps(call["function"]["name"]), call["function"].get("arguments", {})
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        lines.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments or "{}"}}}\n</tool_call>')
+    return replace(message, content="\n".join(lines), tool_calls=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -339,3 +340,32 @@ def test_faults_cannot_be_armed_in_production(monkeypatch: pytest.MonkeyPatch) -
 def test_unknown_faults_are_refused(seam: str, kind: str) -> None:
     with pytest.raises(ConfigurationError, match="injection points are"):
         FaultInjector().arm(seam, kind)
+
+
+@pytest.mark.parametrize("ends", ["well", "dropped", "outdated"])
+def test_an_audit_in_pieces_is_reported_as_over_until_somebody_hears_it(
+    half: ConnectorWorker, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A report may be lost, and a request's blocks are held until its audit is over; ranks fail alike on a drop."""
+    pieces: list[int] = []
+
+    def pretend(runner: Any, cache: Any, job: AuditJob, *rest: Any) -> Iterator[list[Any]]:
+        for piece in range(2):
+            pieces.append(piece)
+            yield []
+        if ends == "dropped":
+            raise KeyError("reference 1")
+
+    monkeypatch.setattr(worker_module, "audit", pretend)
+    monkeypatch.setattr(worker_module, "agree_on_faults", lambda faults: faults)
+    half._vllm_config.parallel_config.world_size = 2
+    half.weights = ends == "outdated"
+    job = AuditJob("r", (5, 6, 7), (0,) * 42, 40, 0, (AuditVariant("aligned", (SPAN,), ((0, 20),), 40),))
+    told = []
+    for step in range(5):
+        half.save(StepMetadata(sliced_audit=None if step else job, audit_tokens=8))
+        told.append(half._report.audit_over)
+        half._report.audit_over = ""
+    assert pieces == ([] if ends == "outdated" else [0, 1])
+    assert told == (["r"] * 5 if ends == "outdated" else ["", "", "r", "r", "r"])
+    assert half._report.faults == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import pytest
 
 TOOLS = [
@@ -29,10 +32,7 @@ def test_a_payload_that_is_no_call_is_invalid(make_tools, payload, name, size):
     text = f"Look:\n<tool_call>\n{payload}\n</tool_call>"
     model = make_tools(text, engine={"delta_tokens": size}).bind_tools(TOOLS)
     whole = model.invoke("q")
-    parts = list(model.stream("q"))
-    summed = parts[0]
-    for part in parts[1:]:
-        summed += part
+    summed = reduce(add, model.stream("q"))
     for message in (whole, summed):
         assert message.content == "Look:"
         assert message.tool_calls == []
@@ -50,10 +50,7 @@ def test_broken_arguments_are_the_same_whether_streamed_or_not(make_tools, argum
     text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}\n</tool_call>'
     model = make_tools(text, engine={"delta_tokens": size}).bind_tools(TOOLS)
     whole = model.invoke("q")
-    parts = list(model.stream("q"))
-    summed = parts[0]
-    for part in parts[1:]:
-        summed += part
+    summed = reduce(add, model.stream("q"))
     assert whole.tool_calls == summed.tool_calls == []
     assert whole.content == summed.content == ""
     assert whole.invalid_tool_calls[0]["args"] == summed.invalid_tool_calls[0]["args"]

@@ -123,6 +123,16 @@ def test_each_call_is_followed_by_its_result_where_only_one_is_allowed() -> None
     assert order == sorted(order) and "<tool_call>" not in text
 
 
+def test_ids_that_come_again_in_a_later_turn_keep_their_own_results() -> None:
+    def turn(text: str) -> list[ChatMessage]:
+        results = [ChatMessage("tool", f"{text} {n}", tool_call_id=f"c{n}") for n in (1, 2)]
+        return [ChatMessage("assistant", "", tool_calls=(call(1), call(2))), *results]
+
+    _, text = arrange([USER, *turn("early"), USER, *turn("late")], renderer("single calls"))
+    order = [text.index(part) for part in ("early 1", "early 2", "late 1", "late 2")]
+    assert order == sorted(order) and text.rindex("How many") < order[2]
+
+
 def test_words_beside_a_call_do_not_cost_the_family_its_own_form_of_calls() -> None:
     _, text = arrange(CONVERSATIONS["tools"], renderer("single calls"))
     assert text == '<system>You are brief.<user>How many hens?<assistant>[tool1 {"n": 1}]<tool>There are 12 hens.'

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -125,6 +125,8 @@ class ConnectorWorker:
         """An audit that is carried on step by step."""
         self._audit_tokens = 0
         """Tokens that it may compute in a step."""
+        self._sliced = ""
+        """The request whose audit was begun last to be carried on step by step."""
         self._released: set[str] = set()
         self._changed = True
         """Something was stored or dropped since the latest statistics."""
@@ -345,11 +347,15 @@ class ConnectorWorker:
             self._report.weights = self.weights
         for audited in () if outdated else meta.audits:
             self._audit(audited)
-        if meta.sliced_audit is not None:
-            self._begin_audit(meta.sliced_audit, sliced=True)
         self._audit_tokens = meta.audit_tokens
+        if meta.sliced_audit is not None:
+            self._sliced = meta.sliced_audit.req_id
+            if not outdated:
+                self._begin_audit(meta.sliced_audit, lambda: self._audit_tokens)
         if self._auditing is not None and meta.audit_tokens:
             self._go_on_with_audit()
+        if self._auditing is None and meta.audit_tokens:  # told in every step, so that one lost report is no harm
+            self._report.audit_over = self._sliced
         for job in () if outdated else meta.observes:
             self._observe(job)
         for ref_id in meta.drops:
@@ -368,10 +374,9 @@ class ConnectorWorker:
         while self._auditing is not None:
             self._go_on_with_audit()
 
-    def _begin_audit(self, job: AuditJob, *, sliced: bool = False) -> None:
-        """Make an audit ready that all ranks can carry out."""
+    def _begin_audit(self, job: AuditJob, budget: Callable[[], int] = lambda: 1 << 30) -> None:
+        """Make an audit ready that all ranks can carry out; ``budget``: tokens that its next piece may compute."""
         self.abandon_audit()
-        self._report.audit_over = sliced
         if self.cache is None or self._mover is None or self.load_errors.hold(job.blocks):
             return
         fault = ""
@@ -389,14 +394,13 @@ class ConnectorWorker:
         [fault] = agree_on_faults([fault])
         if fault:
             return
-        self._report.audit_over = False
         self._auditing = audit(
             self._runner,
             self.cache,
             job,
             self._mover.estimate,
             lambda name, mine, true: self.learner.policy(name).select(mine, true),
-            (lambda: self._audit_tokens) if sliced else (lambda: 1 << 30),
+            budget,
         )
 
     def _go_on_with_audit(self) -> None:
@@ -404,6 +408,9 @@ class ConnectorWorker:
         assert self._auditing is not None
         try:
             results = next(self._auditing, None)
+        except KeyError as error:  # dropped since it was begun, as ordered, on every rank alike
+            logger.info("An audit was not possible any more: %s", error)
+            results = None
         except Exception as error:
             self._end_if_others_wait("an audit", error)
             logger.exception("An audit failed")
@@ -411,7 +418,6 @@ class ConnectorWorker:
             results = None
         if results is None:
             self._auditing = None
-            self._report.audit_over = True
             return
         self._report.audits.extend(results)
         self.audit_log.extend(results)
